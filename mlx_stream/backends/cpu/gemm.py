@@ -1,0 +1,137 @@
+"""One projection through BLAS: a block of weights is dequantized, then multiplied, while in cache.
+
+The choices here (block sizes, memory order by row count) were measured with OpenBLAS, AVX-512.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mlx_stream.backends.cpu.dequant import Spec, dequantize
+from mlx_stream.backends.cpu.formats import to_float32
+from mlx_stream.backends.cpu.operand import Layout, fill_weight, layout_of
+
+# Output rows dequantized at a time; a multiple of every group size.
+W_BLOCK_ROWS = 128
+# Activation rows multiplied at a time; weights are dequantized again for each block.
+ROW_BLOCK = 512
+# Below this many rows, products small enough for OpenBLAS's kernel that packs nothing are
+# 2 to 3 times faster than its general one; that kernel takes at most 10^6 multiplications.
+SMALL_ROWS = 32
+SMALL_PRODUCT = 1_000_000
+
+
+def blocks(total: int, size: int) -> list[slice]:
+    """Slices of at most `size` that cover range(total)."""
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+class Arena:
+    """Hands out pieces of one uint8 buffer, 64-byte aligned. The caller keeps the buffer."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self._memory = memory
+        self._used = 0
+
+    def float32(self, shape: tuple[int, ...]) -> np.ndarray:
+        nbytes = 4 * int(np.prod(shape))
+        start, self._used = self._used, self._used + -(-nbytes // 64) * 64
+        return self._memory[start : start + nbytes].view(np.float32).reshape(shape)
+
+    def reset(self) -> None:
+        self._used = 0
+
+
+def activation_operand(
+    layout: Layout, rows: int, allocate: Callable[[tuple[int, ...]], np.ndarray]
+) -> np.ndarray:
+    """Memory of an x operand [columns, R], in the order the product wants for R rows."""
+    if rows < SMALL_ROWS:
+        return allocate((rows, layout.columns)).T
+    return allocate((layout.columns, rows))
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One linear map of an expert: its tensors' name, packing and dimensions."""
+
+    name: str
+    spec: Spec
+    input_dims: int  # K
+    output_dims: int  # N
+
+    @cached_property
+    def layout(self) -> Layout:
+        return layout_of(self.spec, self.input_dims)
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Arena bytes `apply` needs."""
+        rows = min(W_BLOCK_ROWS, self.output_dims)
+        return 4 * (rows * self.layout.columns + self.layout.weight_scratch(rows)) + 128
+
+    def apply(
+        self,
+        weights: Mapping[tuple[str, str], np.ndarray],
+        dtypes: Mapping[tuple[str, str], str],
+        x: np.ndarray,
+        rows: slice,
+        out: np.ndarray,
+        arena: Arena,
+    ) -> None:
+        """out [n, R] = w[rows] @ x + bias[rows]. x: the operand [columns, R]; resets the arena."""
+        parts, names = self._parts(weights), self._parts(dtypes)
+        if self._usable_as_is(parts["weight"]):
+            w = parts["weight"][rows]
+        else:
+            count = rows.stop - rows.start
+            arena.reset()
+            w = arena.float32((count, self.layout.columns))
+            scratch = arena.float32((self.layout.weight_scratch(count),))
+            fill_weight(self.layout, parts, names, self.spec, rows, w, scratch)
+        multiply(w, x, out)
+        if "bias" in parts:
+            out += to_float32(parts["bias"][rows], names["bias"])[:, None]
+
+    def apply_to_rows(
+        self,
+        weights: Mapping[tuple[str, str], np.ndarray],
+        dtypes: Mapping[tuple[str, str], str],
+        x: np.ndarray,
+        rows: slice,
+        out: np.ndarray,
+        arena: Arena,
+    ) -> None:
+        """out [T, n] = x [T, K] @ w[rows].T + bias[rows]: no operand needed, best for many rows."""
+        parts, names = self._parts(weights), self._parts(dtypes)
+        if self._usable_as_is(parts["weight"]):
+            w = parts["weight"][rows]
+        else:
+            arena.reset()
+            w = arena.float32((rows.stop - rows.start, self.input_dims))
+            dequantize(parts, names, self.spec, w, rows)
+        np.matmul(x, w.T, out=out)
+        if "bias" in parts:
+            out += to_float32(parts["bias"][rows], names["bias"])
+
+    def _usable_as_is(self, weight: np.ndarray) -> bool:
+        flags = weight.flags
+        return weight.dtype == np.float32 and flags.aligned and flags.c_contiguous
+
+    def _parts(self, keyed: Mapping[tuple[str, str], object]) -> dict[str, object]:
+        return {part: value for (name, part), value in keyed.items() if name == self.name}
+
+
+def multiply(w: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+    """out [n, R] = w [n, K] @ x [K, R], in pieces that suit BLAS when there are few rows."""
+    columns, rows = x.shape
+    if rows >= SMALL_ROWS:
+        np.matmul(w, x, out=out)
+        return
+    step = max(8, SMALL_PRODUCT // (rows * columns) // 8 * 8)
+    for piece in blocks(len(w), step):
+        np.matmul(w[piece], x, out=out[piece])

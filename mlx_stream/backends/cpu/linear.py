@@ -1,0 +1,194 @@
+"""Resident dense layers through numpy's BLAS instead of MLX's CPU matmul.
+
+Owns the swap of nn.Linear and nn.QuantizedLinear in a model's tree. Float32 activations with a
+few rows or more take the BLAS path; everything else calls the original layer. MLX is touched on
+the calling thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_stream.backends.cpu.gemm import (
+    W_BLOCK_ROWS,
+    Arena,
+    Projection,
+    activation_operand,
+    blocks,
+)
+from mlx_stream.backends.cpu.operand import fill_activation
+from mlx_stream.backends.cpu.pool import WorkerPool
+from mlx_stream.storage.quant_spec import QuantSpec
+
+MIN_ROWS = 4  # fewer: mx.quantized_matmul is as fast
+DIRECT_ROWS = 512  # from here x @ w.T on the rows as they lie beats the transposed form
+
+_DTYPE_NAMES = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.uint32: "U32",
+    mx.uint8: "U8",
+}
+
+
+def as_numpy(array: mx.array) -> np.ndarray:
+    """Zero-copy view of an evaluated array; bf16 as uint16. Evaluates it."""
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
+
+
+def empty_array(shape: tuple[int, ...]) -> tuple[mx.array, np.ndarray]:
+    """A float32 mx.array and the writable numpy view to fill it through."""
+    array = mx.zeros(shape, mx.float32)
+    mx.eval(array)
+    return array, np.array(array, copy=False)
+
+
+class BlasLinear(nn.Module):
+    """A linear layer that keeps the original as its child `inner` and multiplies through BLAS.
+
+    Attributes of the original (weight, bits, ...) are readable on the wrapper.
+    """
+
+    def __init__(self, inner: nn.Module, pool: WorkerPool, min_rows: int = MIN_ROWS) -> None:
+        super().__init__()
+        self.inner = inner
+        self._pool = pool
+        self._min_rows = min_rows
+        self._source: dict[str, mx.array] = {}  # the parameters the cached views belong to
+        self._bound: tuple[Any, ...] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "inner":
+                raise
+            return getattr(self.inner, name)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: [..., K] -> [..., N]."""
+        rows = x.size // max(1, x.shape[-1])
+        if rows < self._min_rows or x.dtype != mx.float32:
+            return self.inner(x)
+        projection, weights, dtypes = self._weights()
+        x_rows = np.array(x, copy=False).reshape(rows, projection.input_dims)
+        y, y_view = empty_array((*x.shape[:-1], projection.output_dims))
+        y_rows = y_view.reshape(rows, projection.output_dims)
+        run = _apply_direct if rows >= DIRECT_ROWS else _apply_transposed
+        run(projection, weights, dtypes, x_rows, y_rows, self._pool)
+        return y
+
+    def _weights(self) -> tuple[Projection, dict[tuple[str, str], np.ndarray], dict[Any, str]]:
+        """The layer's description and views, rebuilt when a parameter was replaced."""
+        current = {name: value for name, value in self.inner.items() if _is_array(value)}
+        if self._bound is None or not _same(current, self._source):
+            dtypes = {("", name): _DTYPE_NAMES[value.dtype] for name, value in current.items()}
+            weights = {("", name): as_numpy(value) for name, value in current.items()}
+            object.__setattr__(self, "_source", current)
+            bound = (_describe(self.inner), weights, dtypes)
+            object.__setattr__(self, "_bound", bound)
+        return self._bound
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, mx.array)
+
+
+def _same(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
+    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
+
+
+def _describe(layer: nn.Module) -> Projection:
+    outputs, words = layer["weight"].shape
+    if isinstance(layer, nn.QuantizedLinear):
+        spec = QuantSpec(layer.mode, layer.bits, layer.group_size)
+        return Projection("", spec, words * 32 // layer.bits, outputs)
+    return Projection("", QuantSpec("none", 8 * layer["weight"].itemsize, 0), words, outputs)
+
+
+def _apply_direct(
+    projection: Projection,
+    weights: dict[tuple[str, str], np.ndarray],
+    dtypes: dict[Any, str],
+    x: np.ndarray,
+    y: np.ndarray,
+    pool: WorkerPool,
+) -> None:
+    """y [T, N] = x [T, K] @ w.T, every worker a block of output columns."""
+
+    def run(rows: slice) -> None:
+        arena = Arena(pool.scratch(projection.scratch_nbytes))
+        projection.apply_to_rows(weights, dtypes, x, rows, y[:, rows], arena)
+
+    pool.map_ordered(run, blocks(projection.output_dims, W_BLOCK_ROWS))
+
+
+def _apply_transposed(
+    projection: Projection,
+    weights: dict[tuple[str, str], np.ndarray],
+    dtypes: dict[Any, str],
+    x: np.ndarray,
+    y: np.ndarray,
+    pool: WorkerPool,
+) -> None:
+    """The same through yT = w @ xT: faster for few rows, at the price of two transposes."""
+    count = len(x)
+    operand = activation_operand(projection.layout, count, lambda s: np.empty(s, np.float32))
+    fill_activation(projection.layout, x.T, operand)
+    out_nbytes = 4 * W_BLOCK_ROWS * count
+
+    def run(rows: slice) -> None:
+        memory = pool.scratch(out_nbytes + projection.scratch_nbytes)
+        out = Arena(memory[:out_nbytes]).float32((rows.stop - rows.start, count))
+        arena = Arena(memory[out_nbytes:])
+        projection.apply(weights, dtypes, operand, rows, out, arena)
+        np.copyto(y[:, rows], out.T)
+
+    pool.map_ordered(run, blocks(projection.output_dims, W_BLOCK_ROWS))
+
+
+def install_dense(
+    model: nn.Module, pool: WorkerPool, *, skip: Callable[[str, nn.Module], bool]
+) -> Callable[[], None]:
+    """Swap every nn.Linear and nn.QuantizedLinear (exact types) for a BlasLinear.
+
+    skip(path, layer) keeps a layer as it is. Returns a function that puts the originals back.
+    """
+    swapped: list[tuple[Any, Any, nn.Module]] = []
+    wrappers: dict[int, BlasLinear] = {}  # a layer shared by two parents stays shared
+    for container, key, path, layer in list(_linear_slots(model, "", set())):
+        if not skip(path, layer):
+            if id(layer) not in wrappers:
+                wrappers[id(layer)] = BlasLinear(layer, pool)
+            container[key] = wrappers[id(layer)]
+            swapped.append((container, key, layer))
+
+    def uninstall() -> None:
+        while swapped:
+            container, key, layer = swapped.pop()
+            container[key] = layer
+
+    return uninstall
+
+
+def _linear_slots(
+    container: Any, prefix: str, seen: set[int]
+) -> Iterator[tuple[Any, Any, str, nn.Module]]:
+    """(container, key, path, layer) of every linear layer under a module, dict or list."""
+    if id(container) in seen:
+        return
+    seen.add(id(container))
+    pairs = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, value in pairs:
+        path = f"{prefix}{key}"
+        if type(value) in (nn.Linear, nn.QuantizedLinear):
+            if not isinstance(container, tuple):
+                yield container, key, path, value
+        elif isinstance(value, dict | list | tuple) and not isinstance(value, BlasLinear):
+            yield from _linear_slots(value, f"{path}.", seen)

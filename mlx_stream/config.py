@@ -1,0 +1,117 @@
+"""Configuration: one frozen object, built once from flags or arguments."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mlx_stream.errors import MlxStreamError
+
+IO_MODES = ("direct", "buffered")
+BACKENDS = ("auto", "metal", "cuda", "cpu")
+MIN_CHUNK_TOKENS = 1
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 10**3,
+    "KB": 10**3,
+    "M": 10**6,
+    "MB": 10**6,
+    "G": 10**9,
+    "GB": 10**9,
+    "T": 10**12,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+class ConfigError(MlxStreamError):
+    """An option has a value that cannot be used."""
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from an int or a string such as ``"4GB"`` (1e9) or ``"4GiB"`` (2**30).
+
+    Raises:
+        ConfigError: the value is not a positive size.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size: float = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+        if match is None or match.group(2).upper() not in _UNITS:
+            raise ConfigError(
+                "not a size in bytes",
+                expected="an integer or a string such as '4GB' or '4GiB'",
+                actual=repr(value),
+                remedy="pass bytes, or a number with KB, MB, GB, KiB, MiB or GiB",
+            )
+        size = float(match.group(1)) * _UNITS[match.group(2).upper()]
+    if size < 1:
+        raise ConfigError(
+            "a size must be positive",
+            expected="at least 1 byte",
+            actual=repr(value),
+            remedy="pass a size such as '4GB'",
+        )
+    return int(size)
+
+
+def format_bytes(nbytes: float) -> str:
+    """Human-readable size; GB = 1e9 bytes."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if abs(nbytes) >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """How a checkpoint is streamed.
+
+    Attributes:
+        memory_budget: bytes for everything the runtime allocates: resident weights, staging,
+            held activations, KV cache and expert cache. None picks a share of free memory.
+        chunk_tokens: upper bound of tokens in one attention chunk; the plan may use fewer when
+            the budget is tight, and says so.
+        backend: one of ``BACKENDS``.
+        io: ``"direct"`` bypasses the page cache, ``"buffered"`` goes through it.
+        reader_threads: reads in flight at once.
+    """
+
+    memory_budget: int | None = None
+    chunk_tokens: int = 2048
+    backend: str = "auto"
+    io: str = "direct"
+    reader_threads: int = 4
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.backend in BACKENDS, "backend", BACKENDS, self.backend)
+        _check(self.io in IO_MODES, "io", IO_MODES, self.io)
+        _check(
+            self.chunk_tokens >= MIN_CHUNK_TOKENS, "chunk_tokens", "at least 1", self.chunk_tokens
+        )
+        _check(
+            1 <= self.reader_threads <= 64, "reader_threads", "1 to 64 threads", self.reader_threads
+        )
+
+    @classmethod
+    def build(cls, *, memory_budget: int | str | None = None, **options: object) -> StreamConfig:
+        """A config whose budget may be given as a string."""
+        budget = None if memory_budget is None else parse_bytes(memory_budget)
+        return cls(memory_budget=budget, **options)  # type: ignore[arg-type]
+
+
+def _check(ok: bool, option: str, expected: object, actual: object) -> None:
+    if not ok:
+        raise ConfigError(
+            f"bad value for {option}",
+            expected=expected,
+            actual=repr(actual),
+            remedy=f"set {option} to a value in the expected range",
+        )

@@ -1,0 +1,47 @@
+"""The decode loop: one token at a time from a prefilled cache, as mlx-lm's generate_step yields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+def decode_tokens(
+    model: nn.Module,
+    cache: list[Any],
+    logits: mx.array,
+    prompt: Sequence[int],
+    *,
+    sampler: Sampler,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Iterator[tuple[int, mx.array]]:
+    """Yield ``(token, logprobs [V])`` without end; the caller stops.
+
+    Unlike a pipelined loop it never starts a step before the previous token was asked for: a step
+    costs expert reads, so a token past the end must not be computed.
+
+    Args:
+        logits: ``[V]`` of the last prompt position.
+        prompt: token ids that processors see before the generated ones.
+    """
+    history = mx.array(list(prompt), dtype=mx.uint32) if processors else None
+    while True:
+        row = logits[None]
+        for processor in processors:
+            row = processor(history, row)
+        logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)
+        sampled = sampler(logprobs)
+        mx.eval(sampled, logprobs)
+        token = int(sampled.item())
+        yield token, logprobs[0]
+        step = mx.array([[token]], dtype=mx.uint32)
+        if history is not None:
+            history = mx.concatenate([history, step[0]])
+        logits = model(step, cache=cache)[0, -1]
+        mx.eval(logits)

@@ -1,0 +1,59 @@
+"""Seed the decode cache with what prefill routed to last, while it is in memory anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from mlx_stream.backends.base import ExpertMlp, HostBuffer
+from mlx_stream.decode.expert_cache import ExpertCache
+from mlx_stream.storage.read_plan import GroupRead
+
+RECENT_TOKENS = 64
+
+
+class RecentTokensSeeder:
+    """Keeps each layer's most used experts of the last prompt tokens, later ones weighing more.
+
+    Every layer gets an equal share of the cache's records.
+    """
+
+    def __init__(self, cache: ExpertCache, layers: int) -> None:
+        self._cache = cache
+        self._layers = layers
+        self._seen = 0
+        self.kept = 0
+
+    def choose(self, mlp: ExpertMlp, indices: Sequence[np.ndarray]) -> frozenset[int]:
+        """The layer's share of experts, by weighted counts over the recent tokens."""
+        share = (self._cache.capacity * (self._seen + 1)) // self._layers
+        share -= (self._cache.capacity * self._seen) // self._layers
+        self._seen = (self._seen + 1) % self._layers
+        recent = _last_rows(indices, RECENT_TOKENS)
+        weights = np.arange(1, len(recent) + 1, dtype=np.float64)
+        scores = np.bincount(
+            recent.reshape(-1),
+            weights=np.repeat(weights, recent.shape[1]),
+            minlength=mlp.layer.num_experts,
+        )
+        best = np.argsort(-scores, kind="stable")[:share]
+        return frozenset(int(e) for e in best if scores[e] > 0)
+
+    def keep(
+        self, mlp: ExpertMlp, experts: Iterable[int], read: GroupRead, buffer: HostBuffer
+    ) -> None:
+        """Copy the chosen experts; costs memory traffic, no read."""
+        for expert in experts:
+            self.kept += self._cache.copy_in(mlp, expert, read, buffer)
+
+
+def _last_rows(indices: Sequence[np.ndarray], rows: int) -> np.ndarray:
+    """The last `rows` rows over consecutive chunks, ``[rows, K]``."""
+    taken: list[np.ndarray] = []
+    for chunk in reversed(indices):
+        taken.append(chunk[-rows:])
+        rows -= len(taken[-1])
+        if rows <= 0:
+            break
+    return np.concatenate(taken[::-1])

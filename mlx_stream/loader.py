@@ -1,0 +1,144 @@
+"""Load an mlx-lm model with its resident weights in memory and its experts on disk."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, load_tokenizer
+
+from mlx_stream.backends.base import Backend
+from mlx_stream.budget import MemoryBudget
+from mlx_stream.errors import MissingTensorError, UnsupportedModelError
+from mlx_stream.experts.combine_probe import probe_combination
+from mlx_stream.experts.streamed_experts import (
+    ExecutorSlot,
+    StreamedExperts,
+    install_streamed_experts,
+)
+from mlx_stream.planner.model_shape import ModelShape, model_shape
+from mlx_stream.storage.expert_index import ExpertIndex
+
+log = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tiktoken.model")
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to stream.
+
+    Attributes:
+        index: the expert layers that the model uses, in execution order.
+        combined_layers: layers whose weighted sum happens inside the stream.
+        resident_nbytes: bytes of the weights in memory, as held.
+        dtype: of the activations.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    index: ExpertIndex
+    streamed: list[StreamedExperts]
+    slot: ExecutorSlot
+    combined_layers: int
+    resident_nbytes: int
+    dtype: mx.Dtype
+    shape: ModelShape
+
+
+def load_streamed_model(
+    index: ExpertIndex,
+    backend: Backend,
+    budget: MemoryBudget,
+    *,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Build the model lazily, swap the switch layers, then evaluate what stays resident.
+
+    Raises:
+        BudgetError: the resident weights alone exceed the budget; nothing was evaluated.
+        UnsupportedModelError: mlx-lm cannot build this model.
+        MissingTensorError: the model needs a tensor the checkpoint lacks.
+    """
+    path = index.checkpoint.path
+    model, config = _load_lazy(path, trust_remote_code)
+    slot = ExecutorSlot()
+    streamed = install_streamed_experts(model, index, slot)
+    _cast(model, backend.compute_dtype)
+    nbytes = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
+    budget.reserve("resident weights", nbytes)
+    for _, module in model.named_modules():
+        mx.eval([p for p in module.values() if isinstance(p, mx.array)])
+    mx.eval(model.parameters())
+    model.eval()
+    shape = model_shape(config, index)
+    dtype = backend.compute_dtype or _float_dtype(model)
+    combined = probe_combination(model, streamed, slot, hidden=shape.hidden, dtype=dtype)
+    used = replace(index, layers=tuple(s.mlp.layer for s in streamed))
+    return LoadedModel(model, config, used, streamed, slot, combined, nbytes, dtype, shape)
+
+
+def _load_lazy(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+    try:
+        model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        text = str(error)
+        if text.startswith(("Missing", "Received")):
+            raise MissingTensorError(
+                "the checkpoint's tensors are not those of the model",
+                file=path,
+                expected="the tensors that mlx_lm's model definition names",
+                actual=text.splitlines()[0][:300],
+                remedy="download the checkpoint again, or convert it with mlx_lm.convert",
+            ) from error
+        raise UnsupportedModelError(
+            "mlx_lm cannot build this model",
+            file=path / "config.json",
+            actual=text.splitlines()[0][:300] if text else type(error).__name__,
+            remedy="check model_type; --trust-remote-code runs a repository's own model code",
+        ) from error
+    except (KeyError, TypeError) as error:
+        raise UnsupportedModelError(
+            "config.json does not describe a model that mlx_lm can build",
+            file=path / "config.json",
+            actual=f"{type(error).__name__}: {error}",
+            remedy="download config.json again",
+        ) from error
+    return model, config
+
+
+def _cast(model: nn.Module, dtype: mx.Dtype | None) -> None:
+    """Cast floating parameters lazily, module by module; packed weights and uint8 scales stay."""
+    if dtype is None:
+        return
+    for _, module in model.named_modules():
+        for name, value in list(module.items()):
+            if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
+                module[name] = value.astype(dtype)
+
+
+def _float_dtype(model: nn.Module) -> mx.Dtype:
+    """The dtype activations will have: that of most floating values."""
+    sizes: dict[mx.Dtype, int] = {}
+    for _, p in tree_flatten(model.parameters()):
+        if mx.issubdtype(p.dtype, mx.floating):
+            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.size
+    return max(sizes, key=lambda d: sizes[d]) if sizes else mx.float32
+
+
+def load_tokenizer_if_any(
+    path: Path, config: dict[str, Any], trust_remote_code: bool = False
+) -> Any | None:
+    """mlx-lm's TokenizerWrapper, or None for a folder without tokenizer files."""
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    return load_tokenizer(
+        path,
+        {"trust_remote_code": trust_remote_code},
+        eos_token_ids=config.get("eos_token_id"),
+    )

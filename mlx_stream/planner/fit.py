@@ -1,0 +1,225 @@
+"""Fit a prefill into a memory budget: group size, slots, chunk, segments.
+
+What costs nothing is tried first (fewer slots, smaller groups), then smaller attention chunks, and
+more segments last, since every segment reads all experts once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from mlx_stream.config import format_bytes
+from mlx_stream.errors import BudgetError
+from mlx_stream.planner.model_shape import ModelShape
+from mlx_stream.prefill.schedule import (
+    LayerReads,
+    MemoryPlan,
+    PrefillPlan,
+    cut_groups,
+    cut_segments,
+)
+from mlx_stream.storage.expert_index import ExpertIndex
+from mlx_stream.storage.read_plan import slot_capacity
+
+# A suspended chunk keeps its residual, its normed input and its output, and a few views of them:
+# 4.1 hidden vectors per token were measured on qwen3_moe, the largest plain family 5.0.
+HELD_VECTORS = 4.5
+TARGET_GROUP_NBYTES = 48 << 20
+MIN_SLOTS = 2
+SMALL_CHUNK = 64
+KV_STEP = 256  # mlx-lm grows its caches in steps of this many tokens
+STAGING_SHARE = 0.6  # of what is left, the rest feeds the decode cache
+UNION_BELOW = 0.95  # expected share of experts used, below which only the routed ones are read
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the plan must know of backend and reader.
+
+    Attributes:
+        itemsize: bytes of one activation value.
+        resident: bytes of the non-expert weights as held in memory.
+        scratch: the backend's working memory in bytes.
+        align: alignment of cache-bypassing reads.
+        combined: whether all expert outputs are weighted inside the stream.
+        decode_tokens: tokens to leave KV room for after the prompt.
+    """
+
+    itemsize: int
+    resident: int
+    scratch: int
+    align: int
+    combined: bool = True
+    decode_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class _Choice:
+    segment_tokens: int
+    chunk_tokens: int
+    group_size: int
+    slots: int
+
+
+def plan_prefill(
+    index: ExpertIndex,
+    shape: ModelShape,
+    traits: Traits,
+    *,
+    prompt_tokens: int,
+    budget: int,
+    chunk_tokens: int,
+    past_tokens: int = 0,
+) -> PrefillPlan:
+    """The plan for one prompt. Pure: same inputs, same plan.
+
+    Args:
+        past_tokens: tokens already in the cache.
+
+    Raises:
+        BudgetError: nothing fits; the message names the smallest budget that would.
+    """
+    asked = min(chunk_tokens, prompt_tokens)
+    smallest = None
+    for segment, chunk, group in _candidates(index, prompt_tokens, asked):
+        choice = _Choice(segment, chunk, group, MIN_SLOTS)
+        memory = _memory(index, shape, traits, choice, prompt_tokens + past_tokens, budget)
+        if memory.total <= budget:
+            return _finish(index, shape, traits, choice, memory, prompt_tokens, asked)
+        if smallest is None or memory.total < smallest.total:
+            smallest = memory
+    assert smallest is not None
+    raise BudgetError(
+        f"a prompt of {prompt_tokens} tokens does not fit the memory budget",
+        file=index.checkpoint.path,
+        expected=f"at least {format_bytes(smallest.total)}",
+        actual=f"{format_bytes(budget)}\n" + "\n".join(smallest.lines()),
+        remedy=f"set memory_budget to {format_bytes(smallest.total * 1.02)} or more, "
+        "or shorten the prompt",
+    )
+
+
+def _candidates(
+    index: ExpertIndex, prompt_tokens: int, asked: int
+) -> Iterator[tuple[int, int, int]]:
+    """``(segment_tokens, chunk_tokens, group_size)`` from best to most frugal."""
+    segment = prompt_tokens
+    while True:
+        chunk = min(asked, segment)
+        while True:
+            for group in _group_sizes(index):
+                yield segment, chunk, group
+            if chunk <= SMALL_CHUNK:
+                break
+            chunk = max(SMALL_CHUNK, chunk // 2)
+        if segment <= SMALL_CHUNK:
+            return
+        segment = max(SMALL_CHUNK, -(-segment // 2))
+
+
+def _group_sizes(index: ExpertIndex) -> list[int]:
+    """Group sizes from the target size down to single experts, by halves."""
+    largest = max(layer.expert_nbytes for layer in index.layers)
+    experts = max(layer.num_experts for layer in index.layers)
+    group = max(1, min(experts, TARGET_GROUP_NBYTES // largest))
+    sizes = []
+    while group >= 1:
+        sizes.append(group)
+        group //= 2
+    return sizes
+
+
+def _memory(
+    index: ExpertIndex,
+    shape: ModelShape,
+    traits: Traits,
+    choice: _Choice,
+    total_tokens: int,
+    budget: int,
+) -> MemoryPlan:
+    item, tokens = traits.itemsize, choice.segment_tokens
+    held = int(HELD_VECTORS * shape.streams * shape.hidden * item * tokens)
+    if not traits.combined:
+        held += tokens * shape.top_k * shape.hidden * item
+    if shape.full_masks:
+        held += tokens * total_tokens // 2
+    kv_tokens = -(-(total_tokens + traits.decode_tokens) // KV_STEP) * KV_STEP
+    # Caches grow by concatenation: one layer exists twice for a moment.
+    kv = shape.kv_values * kv_tokens * item
+    kv_layer = kv // max(1, shape.layers)
+    return MemoryPlan(
+        budget=budget,
+        resident=traits.resident,
+        kv=kv,
+        held=held,
+        transient=choice.chunk_tokens * shape.attention_values * item + kv_layer,
+        scratch=traits.scratch,
+        staging=choice.slots * slot_capacity(index, choice.group_size, traits.align),
+        expert_cache=slot_capacity(index, 1, traits.align),
+    )
+
+
+def _finish(
+    index: ExpertIndex,
+    shape: ModelShape,
+    traits: Traits,
+    choice: _Choice,
+    memory: MemoryPlan,
+    prompt_tokens: int,
+    asked: int,
+) -> PrefillPlan:
+    """Spend what is left on more slots (up to two layers), then on the decode cache."""
+    slot_nbytes = slot_capacity(index, choice.group_size, traits.align)
+    experts = max(layer.num_experts for layer in index.layers)
+    two_layers = 2 * -(-experts // choice.group_size)
+    spare = memory.budget - memory.total
+    slots = min(two_layers, choice.slots + int(spare * STAGING_SHARE) // slot_nbytes)
+    spare -= (slots - choice.slots) * slot_nbytes
+    cache = min(memory.expert_cache + spare, _whole_cache(index, traits.align))
+    segments = cut_segments(prompt_tokens, choice.segment_tokens, choice.chunk_tokens)
+    return PrefillPlan(
+        model=shape.model_type,
+        prompt_tokens=prompt_tokens,
+        mode="union" if _expected_used(index, shape, prompt_tokens) < UNION_BELOW else "stream",
+        chunk_tokens=choice.chunk_tokens,
+        segments=segments,
+        layers=tuple(
+            LayerReads(
+                layer.index,
+                layer.name,
+                cut_groups(layer.num_experts, choice.group_size),
+                layer.nbytes,
+            )
+            for layer in index.layers
+        ),
+        group_size=choice.group_size,
+        slots=slots,
+        slot_nbytes=slot_nbytes,
+        memory=replace(memory, staging=slots * slot_nbytes, expert_cache=cache),
+        notes=_notes(choice, asked, len(segments)),
+    )
+
+
+def _whole_cache(index: ExpertIndex, align: int) -> int:
+    records = sum(layer.num_experts for layer in index.layers)
+    return records * slot_capacity(index, 1, align)
+
+
+def _expected_used(index: ExpertIndex, shape: ModelShape, tokens: int) -> float:
+    """Expected share of experts used by `tokens` tokens under uniform routing."""
+    experts = index.layers[0].num_experts
+    return 1.0 - (1.0 - shape.top_k / experts) ** tokens
+
+
+def _notes(choice: _Choice, asked: int, segments: int) -> tuple[str, ...]:
+    notes = []
+    if choice.chunk_tokens < asked:
+        notes.append(
+            f"chunks of {choice.chunk_tokens} instead of {asked} tokens, to fit the budget"
+        )
+    if segments > 1:
+        notes.append(
+            f"the held state does not fit: the experts are read {segments} times, once a segment"
+        )
+    return tuple(notes)

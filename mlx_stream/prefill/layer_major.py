@@ -1,0 +1,243 @@
+"""Layer-major prefill: all tokens pass layer L before any passes L+1, so experts are read once.
+
+While the chunks of layer L compute, reader threads already fill the staging slots with the next
+groups in file order, across layer boundaries. Execution follows a PrefillPlan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_stream.backends.base import Backend, ChunkInput, ExpertMlp, HostBuffer, LayerComputation
+from mlx_stream.errors import RendezvousError
+from mlx_stream.experts.staging import StagingRing
+from mlx_stream.experts.streamed_experts import (
+    Executor,
+    ExecutorSlot,
+    StreamedExperts,
+    set_executor,
+)
+from mlx_stream.prefill.cache_views import cache_arrays, cache_offset, cache_view
+from mlx_stream.prefill.rendezvous import Arrival, ChunkExecutor, Rendezvous
+from mlx_stream.prefill.schedule import PrefillPlan, Segment
+from mlx_stream.storage.read_plan import GroupRead, plan_group
+from mlx_stream.storage.reader import Reader
+
+
+class ExpertSeeder(Protocol):
+    """Decides which experts stay in memory for decode while they stream by."""
+
+    def choose(self, mlp: ExpertMlp, indices: Sequence[np.ndarray]) -> frozenset[int]:
+        """Experts of this layer to keep, from the routed ids of each chunk ``[C, K]``."""
+
+    def keep(self, mlp: ExpertMlp, experts: Iterable[int], read: GroupRead, buffer: HostBuffer) -> None:
+        """Copy experts out of a filled slot."""
+
+
+@dataclass(frozen=True)
+class PrefillProgress:
+    """Where a prefill stands; bytes as counted by the reader since its start."""
+
+    segment: int
+    segments: int
+    layer: int
+    layers: int
+    bytes_read: int
+    bytes_planned: int
+    seconds: float
+
+
+@dataclass
+class PrefillCounts:
+    """What happened, for the receipt."""
+
+    used: dict[int, np.ndarray] = field(default_factory=dict)
+    distinct_expert_bytes: int = 0
+    stall_seconds: float = 0.0
+
+    def add(self, mlp: ExpertMlp, experts: np.ndarray) -> None:
+        """Count experts that tokens used; each once per prompt."""
+        seen = self.used.setdefault(mlp.layer.index, np.zeros(mlp.layer.num_experts, dtype=bool))
+        fresh = experts[~seen[experts]]
+        seen[fresh] = True
+        self.distinct_expert_bytes += len(fresh) * mlp.layer.expert_nbytes
+
+
+class LayerMajorPrefill:
+    """Runs one prompt by plan. The model's caches are updated in place.
+
+    Args:
+        model: an mlx-lm model whose switch layers are StreamedExperts.
+        streamed: those modules, in layer order.
+        ring: staging slots, sized by the plan.
+        fallback: executor for expert calls outside a chunk.
+        progress: called after every layer, and must not raise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        streamed: Sequence[StreamedExperts],
+        backend: Backend,
+        reader: Reader,
+        ring: StagingRing,
+        slot: ExecutorSlot,
+        *,
+        fallback: Executor | None = None,
+        seeder: ExpertSeeder | None = None,
+        progress: Callable[[PrefillProgress], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._streamed = list(streamed)
+        self._backend = backend
+        self._reader = reader
+        self._ring = ring
+        self._slot = slot
+        self._executor = ChunkExecutor(fallback)
+        self._seeder = seeder
+        self._progress = progress
+        self.counts = PrefillCounts()
+
+    def run(self, plan: PrefillPlan, tokens: np.ndarray, cache: list[Any]) -> mx.array:
+        """Prefill `tokens` ``[N]`` onto `cache`; returns the last position's logits ``[V]``.
+
+        On any exception reads are cancelled and every chunk is ended before it propagates; the
+        cache is then in an undefined state (see CacheSnapshot).
+        """
+        assert len(tokens) == plan.prompt_tokens
+        started, bytes_before = time.perf_counter(), self._reader.counters.bytes
+        restore = set_executor(self._slot, self._executor)
+        logits: mx.array | None = None
+        try:
+            if plan.mode == "stream":
+                self._ring.enqueue(self._stream_reads(plan))
+            for number, segment in enumerate(plan.segments):
+                report = self._reporter(plan, number, started, bytes_before)
+                logits = self._run_segment(plan, segment, tokens, cache, report)
+            self._ring.drain()
+        except BaseException:
+            self._ring.cancel()
+            raise
+        finally:
+            restore()
+            self.counts.stall_seconds = self._ring.stall_seconds
+        assert logits is not None
+        return logits
+
+    def _stream_reads(self, plan: PrefillPlan) -> Iterator[GroupRead]:
+        """Every group of every layer in file order, once per segment."""
+        reads = [
+            self._group_read(experts.mlp, range(a, b))
+            for experts, layer in zip(self._streamed, plan.layers, strict=True)
+            for a, b in layer.groups
+        ]
+        for _ in plan.segments:
+            yield from reads
+
+    def _group_read(self, mlp: ExpertMlp, experts: Sequence[int]) -> GroupRead:
+        return plan_group(
+            mlp.layer, experts, align=self._reader.align, file_sizes=self._reader.file_sizes
+        )
+
+    def _run_segment(
+        self,
+        plan: PrefillPlan,
+        segment: Segment,
+        tokens: np.ndarray,
+        cache: list[Any],
+        report: Callable[[int], None],
+    ) -> mx.array | None:
+        base = cache_offset(cache) - segment.start
+        last: list[mx.array] = []
+
+        def body(start: int, stop: int) -> None:
+            views = [cache_view(c, base + start) for c in cache]
+            logits = self._model(mx.array(tokens[None, start:stop]), cache=views)
+            if stop == plan.prompt_tokens:
+                last.append(logits[0, -1])
+
+        def nothing(_: int) -> None:
+            return
+
+        bodies = [lambda a=a, b=b: body(a, b) for a, b in segment.chunks]
+        with Rendezvous(bodies) as rendezvous:
+            more = rendezvous.start(nothing)
+            layer = 0
+            while more:
+                mx.eval(cache_arrays(cache))
+                outputs = self._run_layer(plan, layer, rendezvous.arrivals())
+                layer += 1
+                more = rendezvous.resume(outputs, nothing)
+                report(layer)
+        mx.eval(cache_arrays(cache), last)
+        return last[0] if last else None
+
+    def _run_layer(self, plan: PrefillPlan, layer: int, arrivals: list[Arrival]) -> list[mx.array]:
+        mlp = arrivals[0].experts.mlp
+        expected = self._streamed[layer].mlp if layer < len(self._streamed) else None
+        if mlp is not expected:
+            raise RendezvousError(
+                "the model runs its expert layers in another order than the plan",
+                tensor=mlp.layer.name,
+                expected=expected.layer.name if expected else "the end of the model",
+                actual=mlp.layer.name,
+                remedy="report this model family; mlx_lm runs it without streaming",
+            )
+        indices = [a.indices for a in arrivals]
+        used = np.unique(np.concatenate([i.reshape(-1) for i in indices]))
+        chunks = [ChunkInput(a.x, a.indices, a.scores) for a in arrivals]
+        computation = self._backend.begin_layer(mlp, chunks)
+        self.counts.add(mlp, used)
+        groups = len(plan.layers[layer].groups)
+        if plan.mode == "union":
+            reads = [
+                self._group_read(mlp, used[i : i + plan.group_size].tolist())
+                for i in range(0, len(used), plan.group_size)
+            ]
+            groups = len(reads)
+            self._ring.enqueue(reads)
+        keep = self._seeder.choose(mlp, indices) if self._seeder else frozenset()
+        for _ in range(groups):
+            self._run_group(mlp, computation, keep)
+        outputs = computation.outputs()
+        mx.eval(outputs)
+        return outputs
+
+    def _run_group(
+        self, mlp: ExpertMlp, computation: LayerComputation, keep: frozenset[int]
+    ) -> None:
+        slot = self._ring.next()
+        read = slot.read
+        assert read is not None
+        assert read.layer == mlp.layer.index, "reads and layers out of step"
+        fence = computation.add([self._backend.publish(mlp, read, slot.buffer)])
+        stay = keep.intersection(read.experts)
+        if stay and self._seeder is not None:
+            self._seeder.keep(mlp, sorted(stay), read, slot.buffer)
+        self._ring.release(slot, fence)
+
+    def _reporter(
+        self, plan: PrefillPlan, segment: int, started: float, bytes_before: int
+    ) -> Callable[[int], None]:
+        def report(layer: int) -> None:
+            if self._progress is not None:
+                self._progress(
+                    PrefillProgress(
+                        segment=segment,
+                        segments=len(plan.segments),
+                        layer=layer,
+                        layers=len(plan.layers),
+                        bytes_read=self._reader.counters.bytes - bytes_before,
+                        bytes_planned=plan.planned_read_nbytes,
+                        seconds=time.perf_counter() - started,
+                    )
+                )
+
+        return report

@@ -1,0 +1,194 @@
+"""A checkpoint folder seen from its headers: which tensor lies where, in which file.
+
+Owns opening and validating `config.json`, `model*.safetensors` and the optional index. It reads
+headers only, keeps no file open, and refuses a folder it cannot trust.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mlx_stream.errors import CheckpointError, HeaderError, MissingTensorError
+from mlx_stream.storage.safetensors_header import (
+    LENGTH_NBYTES,
+    TensorInfo,
+    header_nbytes,
+    parse_header,
+    read_json_object,
+)
+
+__all__ = ["Checkpoint", "FileIdentity", "TensorInfo", "open_checkpoint", "parse_header"]
+
+SHARD_PATTERN = "model*.safetensors"  # what mlx-lm loads
+INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """What a file was when its header was read; any later difference means it changed."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    inode: int
+    device: int
+
+    @classmethod
+    def of(cls, path: Path, status: os.stat_result) -> FileIdentity:
+        return cls(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+
+    def matches(self, status: os.stat_result) -> bool:
+        """True if `status` (of the path or of an open descriptor) is still the same file."""
+        return self == FileIdentity.of(self.path, status)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Validated positions of every tensor of one checkpoint folder."""
+
+    path: Path
+    config: dict[str, Any] = field(repr=False)
+    files: tuple[FileIdentity, ...]
+    tensors: dict[str, TensorInfo] = field(repr=False)
+
+    @cached_property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors, headers and padding left out."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Read and validate the headers of a checkpoint folder.
+
+    Raises:
+        CheckpointError: no folder, no config.json, no shards, unreadable file.
+        HeaderError, TruncatedFileError: see `parse_header`; also one name in two shards.
+        MissingTensorError: the index names a shard or tensor that is not there.
+    """
+    folder = Path(path).absolute()
+    if not folder.is_dir():
+        raise CheckpointError(
+            "The checkpoint is not a folder.",
+            file=folder,
+            expected="a folder with config.json and model*.safetensors",
+            actual="a file" if folder.exists() else "no such path",
+            remedy="pass the folder of a downloaded mlx checkpoint",
+        )
+    config = read_json_object(folder / "config.json")
+    shards = sorted(folder.glob(SHARD_PATTERN))
+    if not shards:
+        raise CheckpointError(
+            "The checkpoint has no weights.",
+            file=folder,
+            expected=SHARD_PATTERN,
+            actual="no matching file",
+            remedy="finish the download, or convert the model with mlx_lm.convert",
+        )
+    files: list[FileIdentity] = []
+    tensors: dict[str, TensorInfo] = {}
+    for number, shard in enumerate(shards):
+        identity, found = _read_shard(shard, number)
+        files.append(identity)
+        _add_all(tensors, found, files)
+    if (folder / INDEX_NAME).exists():
+        _check_index(folder / INDEX_NAME, files, tensors)
+    return Checkpoint(folder, config, tuple(files), tensors)
+
+
+def _read_shard(path: Path, number: int) -> tuple[FileIdentity, tuple[TensorInfo, ...]]:
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a FIFO would block for ever
+            raise OSError(f"{path.name} is not a regular file")
+        with open(path, "rb") as f:
+            # Identity of the descriptor, not of the path: it is these bytes that we parse.
+            identity = FileIdentity.of(path, os.fstat(f.fileno()))
+            raw = f.read(LENGTH_NBYTES)
+            raw += f.read(header_nbytes(raw, identity.size, path) - LENGTH_NBYTES)
+    except OSError as error:
+        raise CheckpointError(
+            "A shard cannot be read.",
+            file=path,
+            expected="a readable regular file",
+            actual=error.strerror or str(error),
+            remedy="check permissions and that the download (or its symlink target) is complete",
+        ) from error
+    return identity, parse_header(raw, identity.size, path, file=number)
+
+
+def _add_all(
+    tensors: dict[str, TensorInfo], found: tuple[TensorInfo, ...], files: list[FileIdentity]
+) -> None:
+    for t in found:
+        if t.name in tensors:
+            raise HeaderError(
+                "The same tensor is in two files.",
+                file=files[t.file].path,
+                tensor=t.name,
+                expected=f"only in {files[tensors[t.name].file].path.name}",
+                actual=f"also in {files[t.file].path.name}",
+                remedy="remove the stale shard left by another version of this checkpoint",
+            )
+        tensors[t.name] = t
+
+
+def _check_index(path: Path, files: list[FileIdentity], tensors: dict[str, TensorInfo]) -> None:
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(
+            "The index has no weight_map.",
+            file=path,
+            expected="an object: tensor name -> shard name",
+            actual=type(weight_map).__name__,
+            remedy=f"delete {INDEX_NAME} (it is optional) or download it again",
+        )
+    numbers = {f.path.name: n for n, f in enumerate(files)}
+    for name, shard in weight_map.items():
+        if not _is_plain_name(shard):
+            raise CheckpointError(
+                "The index names a shard outside the checkpoint folder.",
+                file=path,
+                tensor=name,
+                expected="a plain file name",
+                actual=repr(shard),
+                remedy="do not use this checkpoint unless you trust it; delete its index to go on",
+            )
+        info = tensors.get(name)
+        if shard not in numbers or info is None or info.file != numbers[shard]:
+            _fail_index(path, name, shard, shard in numbers, info, files)
+
+
+def _is_plain_name(shard: Any) -> bool:
+    return (
+        isinstance(shard, str)
+        and shard not in ("", ".", "..")
+        and not any(c in shard for c in "/\\\0")
+    )
+
+
+def _fail_index(
+    path: Path,
+    name: str,
+    shard: str,
+    shard_exists: bool,
+    info: TensorInfo | None,
+    files: list[FileIdentity],
+) -> None:
+    if not shard_exists:
+        actual = "no such shard in the folder"
+    elif info is None:
+        actual = "the tensor is in no shard"
+    else:
+        actual = f"the tensor is in {files[info.file].path.name}"
+    raise MissingTensorError(
+        f"A tensor listed in {path.name} is not where it should be.",
+        file=path.parent / shard,
+        tensor=name,
+        expected=f"in {shard}",
+        actual=actual,
+        remedy="finish the download; if the index is from another version, delete it",
+    )
