@@ -1,141 +1,70 @@
-"""load -> prefill -> decode: the runtime's life in one screen.
-
-A Runtime owns the model's resident weights, the reader's files and threads, and the expert cache.
-It is used from one thread; close it (or leave its with-block) to release everything.
-"""
+"""load -> prefill -> decode: the whole runtime in one screen."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_stream.backends.select import select_backend
-from mlx_stream.budget import MemoryBudget
 from mlx_stream.config import StreamConfig, format_bytes
-from mlx_stream.decode.exact import ExactExecutor
-from mlx_stream.decode.expert_cache import ExpertCache, record_nbytes
-from mlx_stream.decode.seed import RecentTokensSeeder
+from mlx_stream.decode.loop import LogitsProcessor, Sampler
+from mlx_stream.engine import Engine, PrefillResult, Progress
 from mlx_stream.errors import MlxStreamError
-from mlx_stream.experts.staging import StagingRing
-from mlx_stream.experts.streamed_experts import set_executor
 from mlx_stream.hub import resolve_model
-from mlx_stream.loader import load_streamed_model, load_tokenizer_if_any
-from mlx_stream.planner.fit import Traits, plan_prefill
-from mlx_stream.planner.free_memory import default_budget
-from mlx_stream.planner.model_shape import model_shape
-from mlx_stream.prefill.cache_views import CacheSnapshot, cache_offset
-from mlx_stream.prefill.layer_major import LayerMajorPrefill, PrefillProgress
 from mlx_stream.prefill.schedule import PrefillPlan
-from mlx_stream.storage.checkpoint import open_checkpoint
-from mlx_stream.storage.expert_index import build_expert_index
-from mlx_stream.storage.read_plan import slot_capacity
-from mlx_stream.storage.reader import Reader
+from mlx_stream.prompts import Prompt, encode_prompt
 from mlx_stream.telemetry import Receipt
 
-Progress = Callable[[PrefillProgress], None]
-DECODE_RESERVE_TOKENS = 256
-
-
-@dataclass(frozen=True)
-class PrefillResult:
-    """What a prefill leaves behind.
-
-    Attributes:
-        logits: ``[V]`` of the last position.
-        cache: an mlx-lm prompt cache; mlx-lm itself can go on from it.
-        receipt: bytes and seconds, as counted.
-    """
-
-    logits: mx.array
-    cache: list[Any]
-    receipt: Receipt
+__all__ = ["PrefillResult", "Runtime", "load"]
 
 
 class Runtime:
-    """One loaded checkpoint. Made by :func:`mlx_stream.load`."""
+    """One loaded checkpoint; made by :func:`load`, released by :meth:`close` or a with-block.
+
+    Not for use from two threads at once.
+    """
 
     def __init__(self, path: Path, config: StreamConfig) -> None:
-        self.path = path
-        self.config = config
-        self.last_receipt: Receipt | None = None
-        self._closers: list[Callable[[], object]] = []
-        try:
-            self._open()
-        except BaseException:
-            self.close()
-            raise
+        self._engine = Engine(path, config)
 
-    def _open(self) -> None:
-        index = build_expert_index(open_checkpoint(self.path))
-        self._backend = select_backend(self.config.backend)
-        self._closers.append(self._backend.close)
-        total, self.budget_reason = self.config.memory_budget, "as asked"
-        if total is None:
-            total, self.budget_reason = default_budget(self._backend.memory().limit)
-        self.budget = MemoryBudget(total)
-        self._loaded = load_streamed_model(
-            index,
-            self._backend,
-            self.budget,
-            trust_remote_code=self.config.trust_remote_code,
-        )
-        self.model = self._loaded.model
-        self.index = self._loaded.index
-        self._shape = model_shape(self._loaded.config, self.index)
-        self._mlps = [s.mlp for s in self._loaded.streamed]
-        self._closers.append(self._backend.prepare_model(self.model, self._shape.vocab))
-        self._reader = Reader(
-            index.checkpoint, io=self.config.io, threads=self.config.reader_threads
-        )
-        self._closers.append(self._reader.close)
-        self._traits = self._make_traits()
-        self._cache = self._make_expert_cache()
-        self._closers.append(self._cache.close)
-        self._exact = ExactExecutor(self._backend, self._cache)
-        set_executor(self._loaded.slot, self._exact)
-        self.tokenizer = load_tokenizer_if_any(
-            self.path, self._loaded.config, self.config.trust_remote_code
-        )
+    @property
+    def tokenizer(self) -> Any | None:
+        """mlx-lm's TokenizerWrapper; None when the folder has no tokenizer files."""
+        return self._engine.tokenizer
 
-    def _make_traits(self) -> Traits:
-        return Traits(
-            itemsize=self._loaded.dtype.size,
-            resident=self._loaded.resident_nbytes,
-            scratch=self._backend.scratch_nbytes(self._mlps),
-            align=self._reader.align,
-            combined=self._loaded.combined_layers == len(self._mlps),
-            decode_tokens=DECODE_RESERVE_TOKENS,
-        )
+    @property
+    def model(self) -> Any:
+        """The mlx-lm model, its switch layers streamed; callable with an mlx-lm prompt cache."""
+        return self._engine.model
 
-    def _make_expert_cache(self) -> ExpertCache:
-        """One record for now; every plan says what the cache may hold."""
-        align = self._reader.align
-        slot = record_nbytes(self._mlps, align, slot_capacity(self.index, 1, align))
-        self.budget.reserve("expert cache", slot)
-        return ExpertCache(self._backend, self._reader, slot_nbytes=slot, capacity=1)
+    @property
+    def memory_budget(self) -> int:
+        """The budget in force, in bytes."""
+        return self._engine.budget.total
 
-    def plan(self, prompt_tokens: int, *, past_tokens: int = 0) -> PrefillPlan:
-        """The plan that a prompt of this length would follow.
+    @property
+    def budget_reason(self) -> str:
+        """Where the budget came from."""
+        return self._engine.budget_reason
 
-        Raises:
-            BudgetError: it does not fit.
-        """
-        return plan_prefill(
-            self.index,
-            self._shape,
-            self._traits,
-            prompt_tokens=prompt_tokens,
-            budget=self.budget.total,
-            chunk_tokens=self.config.chunk_tokens,
-            past_tokens=past_tokens,
-        )
+    @property
+    def last_receipt(self) -> Receipt | None:
+        """The receipt of the last prefill."""
+        return self._engine.last_receipt
+
+    def plan(self, prompt_tokens: int) -> PrefillPlan:
+        """The plan that a prompt of this length would follow; raises BudgetError as prefill."""
+        return self._engine.plan(prompt_tokens)
+
+    def encode(self, prompt: Prompt, **template: Any) -> list[int]:
+        """Token ids of text, chat messages or token ids."""
+        return encode_prompt(self.tokenizer, prompt, **template)
 
     def prefill(
         self,
@@ -144,126 +73,80 @@ class Runtime:
         *,
         progress: Progress | None = None,
     ) -> PrefillResult:
-        """Run a prompt through the model, layer by layer.
+        """Run a prompt through the model, reading each expert once; see :meth:`Engine.prefill`."""
+        return self._engine.prefill(tokens, cache, progress=progress)
+
+    def stream_generate(
+        self,
+        prompt: Prompt,
+        max_tokens: int = 256,
+        *,
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        prompt_cache: list[Any] | None = None,
+        stop_tokens: Sequence[int] = (),
+        progress: Progress | None = None,
+    ) -> Generator[GenerationResponse, None, None]:
+        """Prefill the prompt, then yield mlx-lm's GenerationResponse for every token.
 
         Args:
-            tokens: at least one token id.
-            cache: an mlx-lm prompt cache to go on from; updated in place, and put back as it was
-                when the prefill fails or is interrupted. None makes a new one.
-            progress: called after each layer.
-
-        Raises:
-            BudgetError: the prompt does not fit the memory budget; nothing was read.
-            FileChangedError, ReadError: the checkpoint changed or cannot be read.
+            max_tokens: at least 1; -1 for no limit.
+            sampler: ``logprobs [1, V] -> token [1]``, as mlx-lm's ``make_sampler`` makes; None is
+                greedy.
+            prompt_cache: an mlx-lm prompt cache that already holds what came before the prompt.
+            stop_tokens: end-of-sequence ids besides the tokenizer's.
         """
-        ids = self._check_tokens(tokens)
-        self._reader.check_unchanged()
-        past = cache_offset(cache) if cache is not None else 0
-        plan = self.plan(len(ids), past_tokens=past)
-        snapshot = CacheSnapshot(cache) if cache is not None else None
-        cache = make_prompt_cache(self.model) if cache is None else cache
-        self._grant(plan)
-        try:
-            logits, receipt = self._run_plan(plan, ids, cache, progress)
-            self._reader.check_unchanged()
-        except BaseException:
-            if snapshot is not None:
-                snapshot.restore()
-            raise
-        finally:
-            self._settle_budget()
-        self.last_receipt = receipt
-        return PrefillResult(logits, cache, receipt)
-
-    def _run_plan(
-        self, plan: PrefillPlan, ids: np.ndarray, cache: list[Any], progress: Progress | None
-    ) -> tuple[mx.array, Receipt]:
-        started, before = time.perf_counter(), self._reader.counters
-        mx.reset_peak_memory()
-        seeder = RecentTokensSeeder(self._cache, len(self._mlps))
-        ring = StagingRing(self._backend, self._reader, plan.slot_nbytes, plan.slots)
-        try:
-            job = LayerMajorPrefill(
-                self.model,
-                self._loaded.streamed,
-                self._backend,
-                self._reader,
-                ring,
-                self._loaded.slot,
-                fallback=self._exact,
-                seeder=seeder,
-                progress=progress,
-            )
-            with self._backend.compute_scope():
-                logits = job.run(plan, ids, cache)
-            wall, after = time.perf_counter() - started, self._reader.counters
-            peak = self._backend.memory().peak
-        finally:
-            ring.close()
-        stall = job.counts.stall_seconds
-        return logits, Receipt(
-            prompt_tokens=plan.prompt_tokens,
-            segments=len(plan.segments),
-            chunk_tokens=plan.chunk_tokens,
-            mode=plan.mode,
-            bytes_read=after.bytes - before.bytes,
-            distinct_expert_bytes=job.counts.distinct_expert_bytes,
-            read_calls=after.calls - before.calls,
-            read_seconds=after.busy_seconds - before.busy_seconds,
-            compute_seconds=wall - stall,
-            stall_seconds=stall,
-            wall_seconds=wall,
-            peak_bytes=peak,
-            budget_bytes=self.budget.total,
-            io_mode=self._reader.io_mode,
-            backend=self._backend.name,
-            cached_experts=seeder.kept,
-            weighted_layers=self._loaded.combined_layers,
+        if max_tokens == 0:
+            raise MlxStreamError("max_tokens is 0", expected="at least 1, or -1 for no limit")
+        ids = self.encode(prompt)
+        started = time.perf_counter()
+        result = self.prefill(ids, prompt_cache, progress=progress)
+        prompt_tps = len(ids) / (time.perf_counter() - started)
+        tokens = self._engine.decode(
+            result, ids, sampler=sampler or greedy_sampler, processors=logits_processors
         )
+        yield from self._respond(tokens, len(ids), prompt_tps, max_tokens, frozenset(stop_tokens))
 
-    def _check_tokens(self, tokens: Sequence[int] | np.ndarray | mx.array) -> np.ndarray:
-        ids = np.array(tokens, dtype=np.int64).reshape(-1)
-        vocab = self._shape.vocab
-        if not ids.size:
-            raise MlxStreamError(
-                "the prompt is empty", expected="at least one token", remedy="pass a prompt"
-            )
-        if ids.min() < 0 or (vocab and ids.max() >= vocab):
-            raise MlxStreamError(
-                "a token id is outside the vocabulary",
-                expected=f"0..{vocab - 1}",
-                actual=f"{ids.min()}..{ids.max()}",
-                remedy="use the checkpoint's own tokenizer",
-            )
-        return ids
+    def _respond(
+        self,
+        tokens: Generator[tuple[int, mx.array], None, None],
+        prompt_tokens: int,
+        prompt_tps: float,
+        max_tokens: int,
+        stop: frozenset[int],
+    ) -> Generator[GenerationResponse, None, None]:
+        """Turn tokens into responses; the last one carries the finish reason."""
+        detokenizer = self.tokenizer.detokenizer if self.tokenizer is not None else None
+        ends = stop | frozenset(self.tokenizer.eos_token_ids if self.tokenizer is not None else ())
+        started = time.perf_counter()
+        try:
+            for n, (token, logprobs) in enumerate(tokens, start=1):
+                reason = "stop" if token in ends else "length" if n == max_tokens else None
+                text = _next_text(detokenizer, token, reason)
+                yield GenerationResponse(
+                    text=text,
+                    token=token,
+                    logprobs=logprobs,
+                    from_draft=False,
+                    prompt_tokens=prompt_tokens,
+                    prompt_tps=prompt_tps,
+                    generation_tokens=n,
+                    generation_tps=n / max(time.perf_counter() - started, 1e-9),
+                    peak_memory=self._engine.peak_nbytes / 1e9,
+                    finish_reason=reason,
+                )
+                if reason is not None:
+                    return
+        finally:
+            tokens.close()
 
-    def _grant(self, plan: PrefillPlan) -> None:
-        """Ask the budget for everything that the plan will allocate, cache last."""
-        memory = plan.memory
-        self._resize_cache(memory.expert_cache)
-        self.budget.release("kv cache")
-        self.budget.reserve("kv cache", memory.kv)
-        self.budget.reserve(
-            "prefill", memory.staging + memory.held + memory.transient + memory.scratch
-        )
-
-    def _settle_budget(self) -> None:
-        """Prefill memory is free again: the expert cache may grow into it during decode."""
-        self.budget.release("prefill")
-        spare = self.budget.available - self._traits.scratch
-        self._resize_cache(self._cache.capacity * self._cache.slot_nbytes + max(0, spare))
-
-    def _resize_cache(self, nbytes: int) -> None:
-        records = sum(m.layer.num_experts for m in self._mlps)
-        capacity = max(1, min(records, nbytes // self._cache.slot_nbytes))
-        self._cache.resize(capacity)
-        self.budget.release("expert cache")
-        self.budget.reserve("expert cache", capacity * self._cache.slot_nbytes)
+    def generate(self, prompt: Prompt, **options: Any) -> str:
+        """The whole answer as text; options as :meth:`stream_generate`."""
+        return "".join(response.text for response in self.stream_generate(prompt, **options))
 
     def close(self) -> None:
         """Release files, threads and memory; safe to call twice."""
-        while self._closers:
-            self._closers.pop()()
+        self._engine.close()
 
     def __enter__(self) -> Runtime:
         return self
@@ -272,11 +155,22 @@ class Runtime:
         self.close()
 
     def __repr__(self) -> str:
+        engine = self._engine
         return (
-            f"Runtime({self.path.name}: {len(self._mlps)} expert layers, "
-            f"{format_bytes(self.index.nbytes)} on disk, {self._backend.name}, "
-            f"budget {format_bytes(self.budget.total)} ({self.budget_reason}))"
+            f"Runtime({engine.path.name}: {len(engine.index.layers)} expert layers, "
+            f"{format_bytes(engine.index.nbytes)} on disk, {engine.backend.name}, "
+            f"budget {format_bytes(self.memory_budget)} ({self.budget_reason}))"
         )
+
+
+def _next_text(detokenizer: Any | None, token: int, reason: str | None) -> str:
+    if detokenizer is None:
+        return ""
+    if reason != "stop":
+        detokenizer.add_token(token)
+    if reason is not None:
+        detokenizer.finalize()
+    return detokenizer.last_segment
 
 
 def load(
@@ -288,12 +182,19 @@ def load(
     io: str = "direct",
     trust_remote_code: bool = False,
 ) -> Runtime:
-    """Open a checkpoint for streaming; see :class:`mlx_stream.config.StreamConfig`.
+    """Open a checkpoint for streaming.
 
     Args:
-        path_or_repo: folder or hub repository; None is the embedded demo model.
-        memory_budget: bytes, or a string such as ``"4GB"``; None takes a safe share of what is
-            free (``Runtime.budget_reason`` says which).
+        path_or_repo: folder or hub repository id; None is the embedded demo model.
+        memory_budget: bytes, or a string such as ``"4GB"`` (1e9) or ``"4GiB"`` (2**30); None takes
+            a safe share of what is free, and ``Runtime.budget_reason`` says which.
+        chunk_tokens: most tokens in one attention chunk.
+        backend: ``"auto"``, ``"metal"``, ``"cuda"`` or ``"cpu"``.
+        io: ``"direct"`` bypasses the page cache; ``"buffered"`` goes through it.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, dense, or of an unknown layout.
+        BudgetError: the resident weights alone exceed the budget.
     """
     config = StreamConfig.build(
         memory_budget=memory_budget,
@@ -302,5 +203,4 @@ def load(
         io=io,
         trust_remote_code=trust_remote_code,
     )
-    path = resolve_model(path_or_repo, trust_remote_code=trust_remote_code)
-    return Runtime(path, config)
+    return Runtime(resolve_model(path_or_repo, trust_remote_code=trust_remote_code), config)

@@ -173,7 +173,7 @@ def _cached_scale_table(
     spread = 0.75 + 0.5 * _uniform_table()
     if mode == "affine":
         levels = 2**bits - 1
-        deviation = levels / 2 if bits == 1 else levels / math.sqrt(12)  # of the codes
+        deviation = math.sqrt((4**bits - 1) / 12)  # of uniformly random codes
         scales = target / deviation * spread
         biases = -scales * (levels / 2 + 0.05 * _normal_table())
         return _stored(scales if leaf == "scales" else biases, dtype)

@@ -60,8 +60,7 @@ class BlasLinear(nn.Module):
         self.inner = inner
         self._pool = pool
         self._min_rows = min_rows
-        self._source: dict[str, mx.array] = {}  # the parameters the cached views belong to
-        self._bound: tuple[Any, ...] | None = None
+        self._bound: _Bound | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -76,32 +75,37 @@ class BlasLinear(nn.Module):
         rows = x.size // max(1, x.shape[-1])
         if rows < self._min_rows or x.dtype != mx.float32:
             return self.inner(x)
-        projection, weights, dtypes = self._weights()
+        bound = self._weights()
+        projection = bound.projection
         x_rows = np.array(x, copy=False).reshape(rows, projection.input_dims)
         y, y_view = empty_array((*x.shape[:-1], projection.output_dims))
         y_rows = y_view.reshape(rows, projection.output_dims)
         run = _apply_direct if rows >= DIRECT_ROWS else _apply_transposed
-        run(projection, weights, dtypes, x_rows, y_rows, self._pool)
+        run(bound, x_rows, y_rows, self._pool)
         return y
 
-    def _weights(self) -> tuple[Projection, dict[tuple[str, str], np.ndarray], dict[Any, str]]:
+    def _weights(self) -> _Bound:
         """The layer's description and views, rebuilt when a parameter was replaced."""
-        current = {name: value for name, value in self.inner.items() if _is_array(value)}
-        if self._bound is None or not _same(current, self._source):
-            dtypes = {("", name): _DTYPE_NAMES[value.dtype] for name, value in current.items()}
-            weights = {("", name): as_numpy(value) for name, value in current.items()}
-            object.__setattr__(self, "_source", current)
-            bound = (_describe(self.inner), weights, dtypes)
-            object.__setattr__(self, "_bound", bound)
+        source = {name: value for name, value in self.inner.items() if isinstance(value, mx.array)}
+        if self._bound is None or not self._bound.views(source):
+            self._bound = _Bound(self.inner, source)
         return self._bound
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, mx.array)
+class _Bound:
+    """A layer as numpy sees it: zero-copy views of the arrays in `source`."""
 
+    def __init__(self, layer: nn.Module, source: dict[str, mx.array]) -> None:
+        self.source = source
+        self.projection = _describe(layer)
+        self.weights = {("", name): as_numpy(value) for name, value in source.items()}
+        self.dtypes = {("", name): _DTYPE_NAMES[value.dtype] for name, value in source.items()}
 
-def _same(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
-    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
+    def views(self, source: dict[str, mx.array]) -> bool:
+        """Whether these views still show exactly these arrays."""
+        return source.keys() == self.source.keys() and all(
+            source[name] is self.source[name] for name in source
+        )
 
 
 def _describe(layer: nn.Module) -> Projection:
@@ -112,33 +116,20 @@ def _describe(layer: nn.Module) -> Projection:
     return Projection("", QuantSpec("none", 8 * layer["weight"].itemsize, 0), words, outputs)
 
 
-def _apply_direct(
-    projection: Projection,
-    weights: dict[tuple[str, str], np.ndarray],
-    dtypes: dict[Any, str],
-    x: np.ndarray,
-    y: np.ndarray,
-    pool: WorkerPool,
-) -> None:
+def _apply_direct(bound: _Bound, x: np.ndarray, y: np.ndarray, pool: WorkerPool) -> None:
     """y [T, N] = x [T, K] @ w.T, every worker a block of output columns."""
+    projection = bound.projection
 
     def run(rows: slice) -> None:
         arena = Arena(pool.scratch(projection.scratch_nbytes))
-        projection.apply_to_rows(weights, dtypes, x, rows, y[:, rows], arena)
+        projection.apply_to_rows(bound.weights, bound.dtypes, x, rows, y[:, rows], arena)
 
     pool.map_ordered(run, blocks(projection.output_dims, W_BLOCK_ROWS))
 
 
-def _apply_transposed(
-    projection: Projection,
-    weights: dict[tuple[str, str], np.ndarray],
-    dtypes: dict[Any, str],
-    x: np.ndarray,
-    y: np.ndarray,
-    pool: WorkerPool,
-) -> None:
+def _apply_transposed(bound: _Bound, x: np.ndarray, y: np.ndarray, pool: WorkerPool) -> None:
     """The same through yT = w @ xT: faster for few rows, at the price of two transposes."""
-    count = len(x)
+    count, projection = len(x), bound.projection
     operand = activation_operand(projection.layout, count, lambda s: np.empty(s, np.float32))
     fill_activation(projection.layout, x.T, operand)
     out_nbytes = 4 * W_BLOCK_ROWS * count
@@ -147,7 +138,7 @@ def _apply_transposed(
         memory = pool.scratch(out_nbytes + projection.scratch_nbytes)
         out = Arena(memory[:out_nbytes]).float32((rows.stop - rows.start, count))
         arena = Arena(memory[out_nbytes:])
-        projection.apply(weights, dtypes, operand, rows, out, arena)
+        projection.apply(bound.weights, bound.dtypes, operand, rows, out, arena)
         np.copyto(y[:, rows], out.T)
 
     pool.map_ordered(run, blocks(projection.output_dims, W_BLOCK_ROWS))

@@ -1,0 +1,61 @@
+"""Prompts: text, chat messages or token ids become token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mlx_stream.errors import MlxStreamError
+
+Message = dict[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+def encode_prompt(tokenizer: Any | None, prompt: Prompt, **template: Any) -> list[int]:
+    """Token ids of a prompt.
+
+    Args:
+        tokenizer: mlx-lm's TokenizerWrapper, or None when the folder has no tokenizer files.
+        prompt: text (encoded as it is), chat messages (through the chat template), or token ids.
+        template: passed to ``apply_chat_template``.
+
+    Raises:
+        MlxStreamError: text without a tokenizer, or messages without a chat template.
+    """
+    if isinstance(prompt, str):
+        tokenizer = _need(tokenizer)
+        bos = tokenizer.bos_token
+        return list(tokenizer.encode(prompt, add_special_tokens=not bos or not prompt.startswith(bos)))
+    if len(prompt) and isinstance(prompt[0], dict):
+        return encode_messages(tokenizer, prompt, **template)  # type: ignore[arg-type]
+    return [int(t) for t in np.array(prompt).reshape(-1)]
+
+
+def encode_messages(
+    tokenizer: Any | None, messages: Sequence[Message], **template: Any
+) -> list[int]:
+    """Token ids of a conversation, ending where the assistant's answer begins."""
+    tokenizer = _need(tokenizer)
+    if not tokenizer.has_chat_template:
+        raise MlxStreamError(
+            "this tokenizer has no chat template",
+            expected="a chat_template in tokenizer_config.json or chat_template.jinja",
+            actual="none",
+            remedy="pass the prompt as text (--ignore-chat-template)",
+        )
+    options = {"add_generation_prompt": True} | template
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _need(tokenizer: Any | None) -> Any:
+    if tokenizer is None:
+        raise MlxStreamError(
+            "the model folder has no tokenizer, so text cannot be encoded",
+            expected="tokenizer.json or tokenizer.model beside config.json",
+            actual="no tokenizer files",
+            remedy="add the tokenizer files, or pass token ids",
+        )
+    return tokenizer
