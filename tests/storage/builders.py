@@ -8,10 +8,16 @@ import struct
 from pathlib import Path
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 
 from mlx_stream.storage.checkpoint import Checkpoint, FileIdentity
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
+FAST = settings(
+    max_examples=60,
+    deadline=None,  # the machine may be busy
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 ITEMSIZE = {"U8": 1, "BF16": 2, "F16": 2, "U32": 4, "F32": 4, "F8_E4M3": 1, "I64": 8}
 
 
@@ -57,7 +63,13 @@ def bf16_glu(prefix: str, experts: int = 4, dims: int = 16, hidden: int = 24) ->
 
 
 def affine_glu(
-    prefix: str, *, bits: int = 4, group: int = 32, experts: int = 4, dims: int = 64, hidden: int = 96
+    prefix: str,
+    *,
+    bits: int = 4,
+    group: int = 32,
+    experts: int = 4,
+    dims: int = 64,
+    hidden: int = 96,
 ) -> Tensors:
     out: Tensors = {}
     shapes = {"gate_proj": (hidden, dims), "up_proj": (hidden, dims), "down_proj": (dims, hidden)}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_stream.errors import (
@@ -22,7 +22,15 @@ from mlx_stream.errors import (
 from mlx_stream.storage.checkpoint import FileIdentity, open_checkpoint, parse_header
 from mlx_stream.storage.safetensors_header import DTYPE_BITS, MAX_HEADER_NBYTES
 
-from .builders import bf16_glu, entry, file_bytes, random_tensor, write_checkpoint, write_shard
+from .builders import (
+    FAST,
+    bf16_glu,
+    entry,
+    file_bytes,
+    random_tensor,
+    write_checkpoint,
+    write_shard,
+)
 
 U8 = entry("U8", [4], 0, 4)
 DEEP = b'{"a":' * 200_000  # more nesting than any recursion limit
@@ -57,8 +65,12 @@ BAD_HEADERS = {
     "NaN": file_bytes(b'{"a": NaN}'),
     "nested too deep": file_bytes(DEEP),
     "number too long": file_bytes(b'{"a": ' + b"9" * 10_000 + b"}"),
-    "duplicate tensor": file_bytes(b'{"a": %s, "a": %s}' % ((json.dumps(U8).encode(),) * 2), b"1234"),
-    "duplicate field": file_bytes(b'{"a": {"dtype":"U8","dtype":"I8","shape":[],"data_offsets":[0,1]}}'),
+    "duplicate tensor": file_bytes(
+        b'{"a": %s, "a": %s}' % ((json.dumps(U8).encode(),) * 2), b"1234"
+    ),
+    "duplicate field": file_bytes(
+        b'{"a": {"dtype":"U8","dtype":"I8","shape":[],"data_offsets":[0,1]}}'
+    ),
     "entry not an object": file_bytes({"a": 3}),
     "no dtype": file_bytes({"a": {"shape": [4], "data_offsets": [0, 4]}}, b"1234"),
     "unknown dtype": with_entry(dtype="U128"),
@@ -116,7 +128,9 @@ def test_tensor_past_the_end_is_truncation(end):
 
 
 def test_empty_tensors_are_no_overlap():
-    raw = file_bytes({"a": entry("U8", [0], 2, 2), "b": U8, "c": entry("F32", [3, 0], 4, 4)}, b"1234")
+    raw = file_bytes(
+        {"a": entry("U8", [0], 2, 2), "b": U8, "c": entry("F32", [3, 0], 4, 4)}, b"1234"
+    )
     assert {t.name for t in parse(raw)} == {"a", "b", "c"}
 
 
@@ -136,6 +150,7 @@ def check_outcome(raw: bytes, size: int) -> None:
         assert t.nbytes * 8 == math.prod(t.shape) * DTYPE_BITS[t.dtype]
 
 
+@FAST
 @given(st.binary(max_size=300), st.integers(0, 400))
 def test_fuzz_bytes(raw, size):
     check_outcome(raw, size)
@@ -145,7 +160,9 @@ def test_fuzz_bytes(raw, size):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 SMALL = st.integers(-1, 9)
@@ -158,12 +175,14 @@ ENTRY = st.fixed_dictionaries(
 )
 
 
+@FAST
 @given(st.dictionaries(st.text(max_size=4), ENTRY | JSON, max_size=4), st.integers(-5, 40))
 def test_fuzz_structure(header, extra):
     raw = file_bytes(header)
     check_outcome(raw, max(0, len(raw) + extra))
 
 
+@FAST
 @given(st.data())
 def test_fuzz_one_changed_byte(data):
     raw = bytearray(file_bytes({"a": entry("F32", [2, 2], 0, 16), "b": entry("U8", [3], 16, 19)}))
@@ -181,10 +200,11 @@ ARRAYS = st.dictionaries(
 )
 
 
+@FAST
 @given(ARRAYS)
 def test_same_tensors_as_the_safetensors_library(wanted):
     rng = np.random.default_rng(0)
-    arrays = {n: (rng.random(shape) * 100).astype(dt) for n, (dt, shape) in wanted.items()}
+    arrays = {n: np.array(rng.random(shape) * 100, dt) for n, (dt, shape) in wanted.items()}
     raw = safetensors.numpy.save(arrays)
     theirs = dict(safetensors.deserialize(raw))
     ours = {t.name: t for t in parse(raw)}
@@ -248,7 +268,18 @@ def test_index_that_does_not_match(sharded, weight_map):
 
 @pytest.mark.parametrize(
     "name",
-    ["../other.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "a\\b", "a\0b", 7, None],
+    [
+        "../other.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        ".",
+        "",
+        "a\\b",
+        "a\0b",
+        7,
+        None,
+    ],
 )
 def test_index_with_escaping_names(sharded, name):
     write_index(sharded, {"a": name})
@@ -332,7 +363,3 @@ def test_identity_sees_every_kind_of_change(tmp_path):
     os.utime(tmp_path / "g", ns=(0, identity.mtime_ns))
     os.replace(tmp_path / "g", path)
     assert not identity.matches(os.stat(path))
-
-
-settings.register_profile("storage", max_examples=60, deadline=None)
-settings.load_profile("storage")
