@@ -31,8 +31,8 @@ from mlx_stream.loader import load_streamed_model, load_tokenizer_if_any
 from mlx_stream.planner.fit import Traits, plan_prefill
 from mlx_stream.planner.free_memory import default_budget
 from mlx_stream.prefill.cache_views import CacheSnapshot, cache_offset
-from mlx_stream.prefill.layer_major import LayerMajorPrefill, PrefillProgress
-from mlx_stream.prefill.schedule import PrefillPlan
+from mlx_stream.prefill.layer_major import LayerMajorPrefill
+from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress
 from mlx_stream.storage.checkpoint import open_checkpoint
 from mlx_stream.storage.expert_index import build_expert_index
 from mlx_stream.storage.read_plan import slot_capacity

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from mlx_stream.errors import ModelNotFoundError
 
@@ -51,7 +51,9 @@ def resolve_model(
         raise _not_found(path_or_repo, "no such folder")
     patterns = [*_PATTERNS, "*.py"] if trust_remote_code else _PATTERNS
     try:
-        return Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(str(path_or_repo), revision=revision, allow_patterns=patterns)
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()
         raise _not_found(path_or_repo, reason[0] if reason else type(error).__name__) from error

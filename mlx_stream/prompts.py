@@ -27,7 +27,9 @@ def encode_prompt(tokenizer: Any | None, prompt: Prompt, **template: Any) -> lis
     if isinstance(prompt, str):
         tokenizer = _need(tokenizer)
         bos = tokenizer.bos_token
-        return list(tokenizer.encode(prompt, add_special_tokens=not bos or not prompt.startswith(bos)))
+        return list(
+            tokenizer.encode(prompt, add_special_tokens=not bos or not prompt.startswith(bos))
+        )
     if len(prompt) and isinstance(prompt[0], dict):
         return encode_messages(tokenizer, prompt, **template)  # type: ignore[arg-type]
     return [int(t) for t in np.array(prompt).reshape(-1)]

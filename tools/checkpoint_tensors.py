@@ -137,39 +137,43 @@ def build_model(config: dict[str, Any], quant: Quant, dtype: mx.Dtype) -> tuple[
 def plan_tensors(model: nn.Module, seed: int) -> list[Tensor]:
     """Every tensor of the model with the source of its bytes; evaluates only small parameters."""
     modules = dict(model.named_modules())
+    parameters = tree_flatten(model.parameters())
+    untied = any("lm_head" in name for name, _ in parameters)
     plan = []
-    for name, array in tree_flatten(model.parameters()):
+    for name, array in parameters:
         parent, _, leaf = name.rpartition(".")
         module = modules.get(parent)
         if leaf in ("weight", "scales", "biases", "global_scale") and "scales" in (module or ()):
-            source = _quantized_source(parent, leaf, module, array)
+            source = _quantized_source(parent, leaf, module, array, untied)
         else:
-            source = _plain_source(name, leaf, module, array, seed)
+            source = _plain_source(name, module, array, seed, untied)
         dtype = SAFETENSORS_DTYPES[array.dtype]
         plan.append(Tensor(name, dtype, tuple(array.shape), array.nbytes, source))
     return plan
 
 
-def _quantized_source(path: str, leaf: str, module: nn.Module, array: mx.array) -> Noise:
-    """Uniformly random codes under scales that give the weights a deviation of 1/sqrt(fan_in)."""
+def _deviation(module: nn.Module | None, fan_in: int, untied: bool) -> float:
+    """1/sqrt(fan_in), but 1 for input embeddings: smaller ones drown in what attention adds, which
+    makes all tokens alike and routing narrow. Tied ones must stay small for the logits."""
+    embedding = isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+    return 1.0 if embedding and untied else fan_in**-0.5
+
+
+def _quantized_source(
+    path: str, leaf: str, module: nn.Module, array: mx.array, untied: bool
+) -> Noise:
+    """Uniformly random codes under scales that give the weights their deviation."""
     if leaf == "weight":
         return Noise(f"{path}.weight", mask=FP8_MASK if module.mode == "mxfp8" else 0xFF)
-    if leaf == "global_scale":
-        return Noise(f"{path}.global_scale", _scale_table("global_scale", array, module))
-    return Noise(f"{path}.scales", _scale_table(leaf, array, module))
-
-
-def _scale_table(leaf: str, array: mx.array, module: nn.Module) -> np.ndarray:
-    mode = "nvfp4 global" if module.get("global_scale") is not None else module.mode
     fan_in = module.scales.shape[-1] * module.group_size
-    return _cached_scale_table(leaf, mode, module.bits, fan_in, array.dtype)
+    mode = "nvfp4 global" if module.get("global_scale") is not None else module.mode
+    target = _deviation(module, fan_in, untied)
+    key = "global_scale" if leaf == "global_scale" else "scales"  # biases go with the scales
+    return Noise(f"{path}.{key}", _scale_table(leaf, mode, module.bits, target, array.dtype))
 
 
 @lru_cache(maxsize=256)
-def _cached_scale_table(
-    leaf: str, mode: str, bits: int, fan_in: int, dtype: mx.Dtype
-) -> np.ndarray:
-    target = fan_in**-0.5
+def _scale_table(leaf: str, mode: str, bits: int, target: float, dtype: mx.Dtype) -> np.ndarray:
     spread = 0.75 + 0.5 * _uniform_table()
     if mode == "affine":
         levels = 2**bits - 1
@@ -189,7 +193,7 @@ def _cached_scale_table(
 
 
 def _plain_source(
-    name: str, leaf: str, module: nn.Module | None, array: mx.array, seed: int
+    name: str, module: nn.Module | None, array: mx.array, seed: int, untied: bool
 ) -> Noise | bytes:
     """Normal noise for matrices; the module's own init, slightly perturbed, for the rest."""
     floating = mx.issubdtype(array.dtype, mx.floating)
@@ -200,10 +204,10 @@ def _plain_source(
         return np.array(array).tobytes()
     constant = init is not None and init.size > 0 and np.ptp(init) == 0
     zeros = constant and init.flat[0] == 0
-    if array.ndim >= 2 and (init is None or zeros or (leaf == "weight" and not constant)):
+    if array.ndim >= 2 and (init is None or zeros or (name.endswith("weight") and not constant)):
         conv = isinstance(module, nn.Conv1d | nn.Conv2d)
         fan_in = math.prod(array.shape[1:]) if conv else array.shape[-1]
-        return Noise(name, _normal_stored(fan_in, array.dtype))
+        return Noise(name, _normal_stored(_deviation(module, fan_in, untied), array.dtype))
     if init is None:
         raise ValueError(f"{name}: vector of {array.size} elements is larger than {INIT_LIMIT}")
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
@@ -217,8 +221,8 @@ def _stored(values: np.ndarray, dtype: mx.Dtype = mx.float32) -> np.ndarray:
 
 
 @lru_cache(maxsize=64)
-def _normal_stored(fan_in: int, dtype: mx.Dtype) -> np.ndarray:
-    return _stored(_normal_table() * fan_in**-0.5, dtype)
+def _normal_stored(deviation: float, dtype: mx.Dtype) -> np.ndarray:
+    return _stored(_normal_table() * deviation, dtype)
 
 
 @lru_cache(maxsize=1)

@@ -78,9 +78,7 @@ def projection(
             sorted_indices=True,
         )
     else:
-        y = mx.gather_mm(
-            x, _like(weight, x).swapaxes(-1, -2), rhs_indices=ids, sorted_indices=True
-        )
+        y = mx.gather_mm(x, _like(weight, x).swapaxes(-1, -2), rhs_indices=ids, sorted_indices=True)
     bias = planes.get((name, "bias"))
     return y if bias is None else y + mx.expand_dims(_like(bias, x)[ids], -2)
 
@@ -149,9 +147,7 @@ class MlxLayerComputation:
         mx.async_eval(touched)
         return EvalFence(touched)
 
-    def _add_chunk(
-        self, group: PublishedGroup, chunk: ChunkInput, y: mx.array
-    ) -> mx.array | None:
+    def _add_chunk(self, group: PublishedGroup, chunk: ChunkInput, y: mx.array) -> mx.array | None:
         local = np.full(self._mlp.layer.num_experts, -1, dtype=np.int32)
         local[list(group.experts)] = np.arange(len(group.experts), dtype=np.int32)
         ids = local[chunk.indices].reshape(-1)

@@ -63,7 +63,9 @@ class ExactExecutor:
             pinned.clear()
             pending = self._start(mlp, misses, pinned)
 
-    def _start(self, mlp: ExpertMlp, misses: list[int], pinned: set[tuple[int, int]]) -> list[Record]:
+    def _start(
+        self, mlp: ExpertMlp, misses: list[int], pinned: set[tuple[int, int]]
+    ) -> list[Record]:
         """Start as many reads as there are slots; takes them off `misses`."""
         started: list[Record] = []
         while misses:

@@ -204,8 +204,6 @@ def _single(read: GroupRead, position: int, planes: Sequence[Plane]) -> GroupRea
 
 def record_nbytes(mlps: Sequence[ExpertMlp], align: int, read_slot_nbytes: int) -> int:
     """Bytes of a cache slot: enough for a record as read and as copied, a multiple of `align`."""
-    dense = max(
-        sum(-(-t.nbytes // COPY_ALIGN) * COPY_ALIGN for t in m.layer.tensors) for m in mlps
-    )
+    dense = max(sum(-(-t.nbytes // COPY_ALIGN) * COPY_ALIGN for t in m.layer.tensors) for m in mlps)
     step = max(align, COPY_ALIGN)
     return -(-max(dense, read_slot_nbytes) // step) * step

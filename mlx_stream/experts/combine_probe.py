@@ -81,9 +81,7 @@ def probe_combination(
     return sum(e.combined for e in streamed)
 
 
-def _agrees(
-    block: nn.Module, dims: int, experts: int, slot: ExecutorSlot, dtype: mx.Dtype
-) -> bool:
+def _agrees(block: nn.Module, dims: int, experts: int, slot: ExecutorSlot, dtype: mx.Dtype) -> bool:
     x = mx.random.normal((1, PROBE_TOKENS, dims), key=mx.random.key(5)).astype(dtype)
     ids = mx.arange(PROBE_TOKENS * 2).reshape(1, PROBE_TOKENS, 2) % experts
     weights = mx.full((1, PROBE_TOKENS, 2), 0.5, dtype=dtype)

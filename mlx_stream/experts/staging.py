@@ -56,14 +56,10 @@ class StagingRing:
     Owns its slots' memory until :meth:`close`. Used from the compute thread only.
     """
 
-    def __init__(
-        self, backend: Backend, reader: Reader, slot_nbytes: int, slots: int
-    ) -> None:
+    def __init__(self, backend: Backend, reader: Reader, slot_nbytes: int, slots: int) -> None:
         self._backend = backend
         self._reader = reader
-        self._slots = [
-            Slot(backend.allocate(slot_nbytes, reader.align)) for _ in range(slots)
-        ]
+        self._slots = [Slot(backend.allocate(slot_nbytes, reader.align)) for _ in range(slots)]
         self._waiting: deque[GroupRead] = deque()
         self._filling: deque[Slot] = deque()
         self._fenced: deque[Slot] = deque()

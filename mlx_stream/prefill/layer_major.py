@@ -26,7 +26,7 @@ from mlx_stream.experts.streamed_experts import (
 )
 from mlx_stream.prefill.cache_views import cache_arrays, cache_offset, cache_view
 from mlx_stream.prefill.rendezvous import Arrival, ChunkExecutor, Rendezvous
-from mlx_stream.prefill.schedule import PrefillPlan, Segment
+from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress, Segment
 from mlx_stream.storage.read_plan import GroupRead, plan_group
 from mlx_stream.storage.reader import Reader
 
@@ -37,21 +37,10 @@ class ExpertSeeder(Protocol):
     def choose(self, mlp: ExpertMlp, indices: Sequence[np.ndarray]) -> frozenset[int]:
         """Experts of this layer to keep, from the routed ids of each chunk ``[C, K]``."""
 
-    def keep(self, mlp: ExpertMlp, experts: Iterable[int], read: GroupRead, buffer: HostBuffer) -> None:
+    def keep(
+        self, mlp: ExpertMlp, experts: Iterable[int], read: GroupRead, buffer: HostBuffer
+    ) -> None:
         """Copy experts out of a filled slot."""
-
-
-@dataclass(frozen=True)
-class PrefillProgress:
-    """Where a prefill stands; bytes as counted by the reader since its start."""
-
-    segment: int
-    segments: int
-    layer: int
-    layers: int
-    bytes_read: int
-    bytes_planned: int
-    seconds: float
 
 
 @dataclass

@@ -129,6 +129,19 @@ class PrefillPlan:
         )
 
 
+@dataclass(frozen=True)
+class PrefillProgress:
+    """Where a prefill stands; bytes as counted by the reader since its start."""
+
+    segment: int
+    segments: int
+    layer: int
+    layers: int
+    bytes_read: int
+    bytes_planned: int
+    seconds: float
+
+
 def cut_segments(prompt_tokens: int, segment_tokens: int, chunk_tokens: int) -> tuple[Segment, ...]:
     """Cut a prompt into segments and chunks.
 
@@ -152,6 +165,4 @@ def cut_segments(prompt_tokens: int, segment_tokens: int, chunk_tokens: int) -> 
 
 def cut_groups(num_experts: int, group_size: int) -> tuple[tuple[int, int], ...]:
     """Consecutive ranges of at most `group_size` experts."""
-    return tuple(
-        (a, min(a + group_size, num_experts)) for a in range(0, num_experts, group_size)
-    )
+    return tuple((a, min(a + group_size, num_experts)) for a in range(0, num_experts, group_size))

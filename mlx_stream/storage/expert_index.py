@@ -216,11 +216,8 @@ def _projection_parts(
         else:
             halves = (("gate_proj", 0, 2), ("up_proj", 1, 2))
         for name, half, count in halves:
-            if part in parts.setdefault(name, {}):
-                _fail_format(checkpoint, t, f"either {FUSED} or {name}", "both")
-            parts[name][part] = _expert_tensor(
-                checkpoint, (name, part), t, num_experts, half, count
-            )
+            view = _expert_tensor(checkpoint, (name, part), t, num_experts, half, count)
+            parts.setdefault(name, {})[part] = view
     return parts
 
 
@@ -242,15 +239,15 @@ def _expert_tensor(
 def _check_weights(
     checkpoint: Checkpoint, group: Mapping[Key, TensorInfo], projections: Sequence[str]
 ) -> None:
-    """Every projection of the layer has a stacked weight, and there is no other projection."""
-    fused = (FUSED, "weight") in group
+    """The layer has a stacked weight for each projection, and no tensor of any other."""
+    if (FUSED, "weight") in group and projections == GLU:
+        projections = (FUSED, GLU[2])
     for proj in projections:
-        own = FUSED if fused and proj in GLU[:2] else proj
-        if (own, "weight") not in group:
-            _fail_missing(checkpoint, next(iter(group.values())), f".{own}.weight")
+        if (proj, "weight") not in group:
+            _fail_missing(checkpoint, next(iter(group.values())), f".{proj}.weight")
     for (proj, part), t in group.items():
-        if proj not in projections and not (proj == FUSED and projections == GLU):
-            _fail_format(checkpoint, t, f"only {', '.join(projections)} in one layer", proj)
+        if proj not in projections:
+            _fail_format(checkpoint, t, f"only {', '.join(projections)} in this layer", proj)
         if part == "weight" and (len(t.shape) != 3 or 0 in t.shape):
             _fail_format(checkpoint, t, "a stacked weight [E, out, in]", list(t.shape))
 

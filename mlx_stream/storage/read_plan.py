@@ -158,8 +158,7 @@ def _planar(layer: ExpertLayer, ids: tuple[int, ...]) -> tuple[tuple[Plane, ...]
     for t in layer.tensors:
         offsets = tuple(slot + i * t.nbytes for i in range(len(ids)))
         planes.append(Plane(t.key, t.dtype, t.shape, t.nbytes, offsets))
-        for expert, offset in zip(ids, offsets, strict=True):
-            spans.append(_Span(t.file, t.offset + expert * t.stride, t.nbytes, offset))
+        spans += (_Span(t.file, start, n, offsets[i]) for i, start, n in _ranges(t, ids))
         slot = _round_up(slot + len(ids) * t.nbytes, PLANE_ALIGN)
     spans.sort(key=lambda s: (s.file, s.offset))
     return tuple(planes), spans, slot
@@ -194,31 +193,25 @@ def _image_size(regions: Iterable[_Span], align: int) -> int:
 def _regions(layer: ExpertLayer, ids: tuple[int, ...], align: int) -> list[_Span]:
     """Aligned, disjoint, non-adjacent ranges that cover the experts, in file order."""
     merged: list[_Span] = []
-    for s in sorted(_ranges(layer, ids), key=lambda s: (s.file, s.offset)):
-        start, end = s.offset // align * align, _round_up(s.end, align)
+    ranges = sorted((t.file, start, n) for t in layer.tensors for _, start, n in _ranges(t, ids))
+    for file, start, nbytes in ranges:
+        begin, end = start // align * align, _round_up(start + nbytes, align)
         last = merged[-1] if merged else None
-        if last is not None and last.file == s.file and start <= last.end:
-            merged[-1] = _Span(s.file, last.offset, max(end, last.end) - last.offset)
+        if last is not None and last.file == file and begin <= last.end:
+            merged[-1] = _Span(file, last.offset, max(end, last.end) - last.offset)
         else:
-            merged.append(_Span(s.file, start, end - start))
+            merged.append(_Span(file, begin, end - begin))
     return merged
 
 
-def _ranges(layer: ExpertLayer, ids: tuple[int, ...]) -> Iterator[_Span]:
-    """The file ranges of the experts; a run of consecutive ones without gaps is one range."""
-    runs: list[list[int]] = []
-    for e in ids:
-        if runs and runs[-1][-1] + 1 == e:
-            runs[-1].append(e)
-        else:
-            runs.append([e])
-    for t in layer.tensors:
-        for run in runs:
-            if t.stride == t.nbytes:
-                yield _Span(t.file, t.offset + run[0] * t.stride, len(run) * t.nbytes)
-            else:
-                for e in run:
-                    yield _Span(t.file, t.offset + e * t.stride, t.nbytes)
+def _ranges(t: ExpertTensor, ids: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """(position in ids, file offset, nbytes) of each gapless range of the experts of `t`."""
+    first = 0
+    for i in range(1, len(ids) + 1):
+        if i < len(ids) and ids[i] == ids[i - 1] + 1 and t.stride == t.nbytes:
+            continue
+        yield first, t.offset + ids[first] * t.stride, (i - first) * t.nbytes
+        first = i
 
 
 def _places(t: ExpertTensor, ids: tuple[int, ...], regions: Sequence[_Span]) -> Iterator[int]:

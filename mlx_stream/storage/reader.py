@@ -27,7 +27,7 @@ __all__ = ["ReadCounters", "Reader", "Ticket"]
 
 DEFAULT_THREADS = 4
 CLOSE_TIMEOUT = 30.0  # seconds; a preadv on a dead network disk may never return
-_POLL = 0.5  # seconds; bounds how late a waiting thread sees a signal
+_POLL = 0.2  # seconds; bounds how late a waiting thread sees a signal
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Reader:
         with self._lock:
             self._closed = True
             for ticket in self._tickets:
-                if not ticket.done():
+                if ticket._ops:
                     ticket._stop(_cancelled("The reader was closed.", "open a new reader"))
             self._tickets.clear()
             self._work.notify_all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -140,12 +141,11 @@ def test_empty_tensors_are_no_overlap():
 def check_outcome(raw: bytes, size: int) -> None:
     try:
         tensors = parse(raw, size)
-    except CheckpointError as error:
-        assert str(error)
+    except CheckpointError:
         return
     taken = sorted((t.offset, t.offset + t.nbytes) for t in tensors if t.nbytes)
     assert all(end <= size for _, end in taken)
-    assert all(a[1] <= b[0] for a, b in zip(taken, taken[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(taken))
     for t in tensors:
         assert t.nbytes * 8 == math.prod(t.shape) * DTYPE_BITS[t.dtype]
 

@@ -296,19 +296,13 @@ def changed(name, value):
         ("up_proj.bias", random_tensor("U8", 4, 96), TensorFormatError),
         ("up_proj.global_scale", random_tensor("F32", 4), TensorFormatError),
         ("fc1.weight", random_tensor("BF16", 4, 96, 64), MissingTensorError),
-        ("gate_up_proj.bias", random_tensor("BF16", 4, 192), None),
+        ("gate_up_proj.bias", random_tensor("BF16", 4, 192), TensorFormatError),
         ("gate_up_proj.weight", random_tensor("U32", 4, 192, 8), TensorFormatError),
         ("gate_up_proj.weight", random_tensor("U32", 4, 191, 8), TensorFormatError),
-        ("up_proj.bias", random_tensor("F32", 4, 96), None),
     ],
 )
 def test_tensors_of_a_wrong_format(tmp_path, name, value, error):
     folder = write_checkpoint(tmp_path / "m", {"quantization": AFFINE}, changed(name, value))
-    if error is None:
-        assert (name.split(".")[0][:4], "bias")[1] in {
-            t.key[1] for t in index_of(folder).layers[0].tensors
-        }
-        return
     with pytest.raises(error) as caught:
         index_of(folder)
     assert PREFIX in caught.value.tensor
@@ -408,7 +402,7 @@ def test_dense_model(tmp_path):
 )
 def test_hugging_face_layout(tmp_path, name):
     with pytest.raises(UnsupportedModelError, match=r"mlx_lm\.convert") as caught:
-        index_for(tmp_path, {}, {name: random_tensor("BF16", 2, 8, 8)})
+        index_for(tmp_path, {}, {name: random_tensor("BF16", 8, 8)})
     assert caught.value.tensor == name
 
 

@@ -18,8 +18,8 @@ GLM4 = {
 GRANITE = {
     "logits_scaling": 2.0,
     "attention_multiplier": 0.17,
-    "embedding_multiplier": 4.0,
-    "residual_multiplier": 0.5,
+    "embedding_multiplier": 0.5,
+    "residual_multiplier": 0.7,
     "num_local_experts": EXPERTS,
     "intermediate_size": EXPERT_HIDDEN,
 }

@@ -21,7 +21,7 @@ from mlx_stream.backends.cpu.pool import WorkerPool
 
 MIN_QUERIES = 16  # fewer: MLX's own path is as fast
 SCORE_ROWS = 512  # rows of a block: queries times the heads that share their keys
-KEY_BLOCK = 512
+KEY_BLOCK = 1024
 MASKED = np.finfo(np.float32).min  # MLX's value: a row masked everywhere averages all values
 
 

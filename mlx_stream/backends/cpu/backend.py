@@ -37,7 +37,7 @@ from mlx_stream.backends.cpu.grouped_mlp import (
 )
 from mlx_stream.backends.cpu.linear import install_dense
 from mlx_stream.backends.cpu.pool import WorkerPool
-from mlx_stream.backends.grouping import Routing, group_by_expert
+from mlx_stream.backends.grouping import group_by_expert
 from mlx_stream.storage.read_plan import GroupRead
 
 _NUMPY = {"U32": np.uint32, "U8": np.uint8, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -93,7 +93,8 @@ class CpuBackend:
         its rows are never needed."""
 
         def skip(name: str, module: nn.Module) -> bool:
-            return bool(vocab_size) and module["weight"].shape[0] >= vocab_size
+            in_a_layer = any(part.isdigit() for part in name.split("."))
+            return not in_a_layer and module["weight"].shape[0] >= vocab_size > 0
 
         return install_dense(model, self._pool, skip=skip)
 

@@ -1,7 +1,7 @@
 """Quantized weights as float32, in the order MLX packs them.
 
 `dequantize` is the plain contract: rows of the [out, in] matrix as float32, equal to
-`mx.dequantize` in float32. It allocates only the index buffers numpy's take() needs.
+`mx.dequantize` in float32. Its temporaries are about as large as the block of rows.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def dequantize(
         to_float32(weight, dtypes["weight"], out)
         return
     unpack(weight, spec, out)
-    grouped = out.reshape(*out.shape[:-1], -1, spec.group_size)
+    # Spread out first: one ufunc loop over everything is 3 times faster than one per group.
     scales = group_scales(parts, dtypes, spec, rows)
-    np.multiply(grouped, scales[..., None], out=grouped)
+    np.multiply(out, np.repeat(scales, spec.group_size, axis=1), out=out)
     if spec.mode == "affine":
         biases = to_float32(parts["biases"][rows], dtypes["biases"])
-        np.add(grouped, biases[..., None], out=grouped)
+        np.add(out, np.repeat(biases, spec.group_size, axis=1), out=out)
 
 
 def group_scales(
@@ -85,8 +85,7 @@ def unpack(weight: np.ndarray, spec: Spec, out: np.ndarray) -> None:
         np.copyto(out, weight.view(np.uint8))
     else:
         kind = {"affine": "int", "mxfp8": "fp8"}.get(spec.mode, "fp4")
-        units = weight.view(np.uint16 if spec.bits == 4 else np.uint8)
-        _take(code_table(spec.bits, kind), units, out)
+        _take(code_table(spec.bits, kind), weight.view(np.uint8), out)
 
 
 # numpy's take() has constant-size inner loops for items of these sizes.

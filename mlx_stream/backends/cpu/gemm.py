@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from mlx_stream.backends.cpu.dequant import Spec, dequantize
 from mlx_stream.backends.cpu.formats import to_float32
-from mlx_stream.backends.cpu.operand import Layout, fill_weight, layout_of
+from mlx_stream.backends.cpu.operand import PADDING, Layout, fill_weight, layout_of
+
+Value = TypeVar("Value")
 
 # Output rows dequantized at a time; a multiple of every group size.
 W_BLOCK_ROWS = 128
@@ -46,13 +49,37 @@ class Arena:
         self._used = 0
 
 
+def row_stride(rows: int) -> int:
+    """Elements from one row of an [n, R] matrix to the next: padded against cache aliasing."""
+    return rows + PADDING if rows >= 2 * SMALL_ROWS else rows
+
+
+def padded(size: int, rows: int, allocate: Callable[[tuple[int, ...]], np.ndarray]) -> np.ndarray:
+    """An [size, R] matrix with row_stride(R)."""
+    return allocate((size, row_stride(rows)))[:, :rows]
+
+
 def activation_operand(
     layout: Layout, rows: int, allocate: Callable[[tuple[int, ...]], np.ndarray]
 ) -> np.ndarray:
     """Memory of an x operand [columns, R], in the order the product wants for R rows."""
     if rows < SMALL_ROWS:
         return allocate((rows, layout.columns)).T
-    return allocate((layout.columns, rows))
+    return padded(layout.columns, rows, allocate)
+
+
+def copy_transposed(source: np.ndarray, out: np.ndarray) -> None:
+    """out [R, N] = source.T, source [N, R] with padded rows, a cache-sized part at a time."""
+    for part in blocks(len(source), 256):
+        np.copyto(out[:, part], source[part].T)
+
+
+def by_projection(keyed: Mapping[tuple[str, str], Value]) -> dict[str, dict[str, Value]]:
+    """{(projection, part): value} as {projection: {part: value}}."""
+    nested: dict[str, dict[str, Value]] = {}
+    for (name, part), value in keyed.items():
+        nested.setdefault(name, {})[part] = value
+    return nested
 
 
 @dataclass(frozen=True)
@@ -76,15 +103,14 @@ class Projection:
 
     def apply(
         self,
-        weights: Mapping[tuple[str, str], np.ndarray],
-        dtypes: Mapping[tuple[str, str], str],
+        parts: Mapping[str, np.ndarray],
+        dtypes: Mapping[str, str],
         x: np.ndarray,
         rows: slice,
         out: np.ndarray,
         arena: Arena,
     ) -> None:
         """out [n, R] = w[rows] @ x + bias[rows]. x: the operand [columns, R]; resets the arena."""
-        parts, names = self._parts(weights), self._parts(dtypes)
         if self._usable_as_is(parts["weight"]):
             w = parts["weight"][rows]
         else:
@@ -92,38 +118,34 @@ class Projection:
             arena.reset()
             w = arena.float32((count, self.layout.columns))
             scratch = arena.float32((self.layout.weight_scratch(count),))
-            fill_weight(self.layout, parts, names, self.spec, rows, w, scratch)
+            fill_weight(self.layout, parts, dtypes, self.spec, rows, w, scratch)
         multiply(w, x, out)
         if "bias" in parts:
-            out += to_float32(parts["bias"][rows], names["bias"])[:, None]
+            out += to_float32(parts["bias"][rows], dtypes["bias"])[:, None]
 
     def apply_to_rows(
         self,
-        weights: Mapping[tuple[str, str], np.ndarray],
-        dtypes: Mapping[tuple[str, str], str],
+        parts: Mapping[str, np.ndarray],
+        dtypes: Mapping[str, str],
         x: np.ndarray,
         rows: slice,
         out: np.ndarray,
         arena: Arena,
     ) -> None:
         """out [T, n] = x [T, K] @ w[rows].T + bias[rows]: no operand needed, best for many rows."""
-        parts, names = self._parts(weights), self._parts(dtypes)
         if self._usable_as_is(parts["weight"]):
             w = parts["weight"][rows]
         else:
             arena.reset()
             w = arena.float32((rows.stop - rows.start, self.input_dims))
-            dequantize(parts, names, self.spec, w, rows)
+            dequantize(parts, dtypes, self.spec, w, rows)
         np.matmul(x, w.T, out=out)
         if "bias" in parts:
-            out += to_float32(parts["bias"][rows], names["bias"])
+            out += to_float32(parts["bias"][rows], dtypes["bias"])
 
     def _usable_as_is(self, weight: np.ndarray) -> bool:
         flags = weight.flags
         return weight.dtype == np.float32 and flags.aligned and flags.c_contiguous
-
-    def _parts(self, keyed: Mapping[tuple[str, str], object]) -> dict[str, object]:
-        return {part: value for (name, part), value in keyed.items() if name == self.name}
 
 
 def multiply(w: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:

@@ -22,11 +22,16 @@ from mlx_stream.backends.cpu.gemm import (
     Projection,
     activation_operand,
     blocks,
+    by_projection,
+    copy_transposed,
+    padded,
+    row_stride,
 )
 from mlx_stream.backends.cpu.operand import Layout, fill_activation
 from mlx_stream.backends.cpu.pool import WorkerPool
 
 ExpertWeights = Mapping[tuple[str, str], np.ndarray]
+Names = Mapping[str, Mapping[str, str]]  # dtype names by projection and part
 Allocate = Callable[[tuple[int, ...]], np.ndarray]
 
 
@@ -83,13 +88,14 @@ def grouped_mlp(
     until the call returns. y is valid only during `store`.
     """
     jobs = [job for job in jobs if job.rows]
+    names = by_projection(dtypes)
     if spec.activation is None or len(jobs) < 2 * pool.threads:
         for start in range(0, len(jobs), pool.threads):
-            _run_split(jobs[start : start + pool.threads], spec, dtypes, pool)
+            _run_split(jobs[start : start + pool.threads], spec, names, pool)
         return
 
     def run(job: ExpertJob) -> np.ndarray:
-        return _run_job(job, spec, dtypes, pool)
+        return _run_job(job, spec, names, pool)
 
     pool.map_ordered(run, jobs, lambda job, y: job.store(y))
 
@@ -113,30 +119,31 @@ class _Block:
 
     def __init__(self, job: ExpertJob, x: np.ndarray, spec: MlpSpec, allocate: Allocate) -> None:
         """x: [R, D]; replaced by y in `finish`."""
-        self.weights, self.x, self.spec = job.weights, x, spec
+        self.weights, self.x, self.spec = by_projection(job.weights), x, spec
         rows = len(x)
         self.operands = {
             layout: activation_operand(layout, rows, allocate) for layout in spec.input_layouts
         }
         self.hidden = [allocate((spec.hidden_dims, rows)) for _ in spec.inner]  # up, gate [F, R]
         self.hidden_operand = activation_operand(spec.outer.layout, rows, allocate)
-        self.output = allocate((spec.input_dims, rows))  # y transposed [D, R]
+        self.output = padded(spec.input_dims, rows, allocate)  # y transposed [D, R]
 
     @staticmethod
     def nbytes(spec: MlpSpec, rows: int) -> int:
         columns = sum(layout.columns for layout in spec.input_layouts)
         columns += len(spec.inner) * spec.hidden_dims + spec.outer.layout.columns + spec.input_dims
-        return 4 * rows * columns + 64 * (len(spec.input_layouts) + len(spec.inner) + 2)
+        return 4 * row_stride(rows) * columns + 64 * (len(spec.input_layouts) + len(spec.inner) + 2)
 
     def load(self) -> None:
         for layout, operand in self.operands.items():
             fill_activation(layout, self.x.T, operand)
 
-    def project_in(self, rows: slice, dtypes: Mapping[tuple[str, str], str], arena: Arena) -> None:
+    def project_in(self, rows: slice, dtypes: Names, arena: Arena) -> None:
         """Rows of the hidden state: inner projections, then the activation if it is numpy."""
         for projection, hidden in zip(self.spec.inner, self.hidden, strict=True):
             operand = self.operands[projection.layout]
-            projection.apply(self.weights, dtypes, operand, rows, hidden[rows], arena)
+            parts, names = self.weights[projection.name], dtypes[projection.name]
+            projection.apply(parts, names, operand, rows, hidden[rows], arena)
         if self.spec.activation is not None:
             parts = [hidden[rows] for hidden in self.hidden]
             self.spec.activation(*parts, out=parts[0])
@@ -151,17 +158,17 @@ class _Block:
     def fill_hidden(self) -> None:
         fill_activation(self.spec.outer.layout, self.hidden[0], self.hidden_operand)
 
-    def project_out(self, rows: slice, dtypes: Mapping[tuple[str, str], str], arena: Arena) -> None:
+    def project_out(self, rows: slice, dtypes: Names, arena: Arena) -> None:
         target = self.output[rows]
-        self.spec.outer.apply(self.weights, dtypes, self.hidden_operand, rows, target, arena)
+        outer = self.spec.outer
+        parts, names = self.weights[outer.name], dtypes[outer.name]
+        outer.apply(parts, names, self.hidden_operand, rows, target, arena)
 
     def finish(self) -> None:
-        np.copyto(self.x, self.output.T)
+        copy_transposed(self.output, self.x)
 
 
-def _run_job(
-    job: ExpertJob, spec: MlpSpec, dtypes: Mapping[tuple[str, str], str], pool: WorkerPool
-) -> np.ndarray:
+def _run_job(job: ExpertJob, spec: MlpSpec, dtypes: Names, pool: WorkerPool) -> np.ndarray:
     """One whole expert on this thread. Returns y [R, D], which began as x."""
     x = np.empty((job.rows, spec.input_dims), np.float32)
     job.load(x)
@@ -184,7 +191,7 @@ def _run_job(
 def _run_split(
     jobs: Sequence[ExpertJob],
     spec: MlpSpec,
-    dtypes: Mapping[tuple[str, str], str],
+    dtypes: Names,
     pool: WorkerPool,
 ) -> None:
     """At most `threads` experts at a time, every one split over the threads by output rows."""
@@ -206,7 +213,7 @@ def _run_split(
 def _split_pieces(
     pieces: Sequence[_Block],
     spec: MlpSpec,
-    dtypes: Mapping[tuple[str, str], str],
+    dtypes: Names,
     pool: WorkerPool,
 ) -> None:
     weight_nbytes = _weight_scratch_nbytes(spec)

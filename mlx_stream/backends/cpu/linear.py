@@ -20,13 +20,16 @@ from mlx_stream.backends.cpu.gemm import (
     Projection,
     activation_operand,
     blocks,
+    copy_transposed,
+    padded,
+    row_stride,
 )
 from mlx_stream.backends.cpu.operand import fill_activation
 from mlx_stream.backends.cpu.pool import WorkerPool
 from mlx_stream.storage.quant_spec import QuantSpec
 
-MIN_ROWS = 4  # fewer: mx.quantized_matmul is as fast
-DIRECT_ROWS = 512  # from here x @ w.T on the rows as they lie beats the transposed form
+MIN_ROWS = 2  # a single row of a quantized layer is as fast in MLX
+DIRECT_ROWS = 256  # from here x @ w.T on the rows as they lie beats the transposed form
 
 _DTYPE_NAMES = {
     mx.float32: "F32",
@@ -55,8 +58,10 @@ class BlasLinear(nn.Module):
     Attributes of the original (weight, bits, ...) are readable on the wrapper.
     """
 
-    def __init__(self, inner: nn.Module, pool: WorkerPool, min_rows: int = MIN_ROWS) -> None:
+    def __init__(self, inner: nn.Module, pool: WorkerPool, min_rows: int | None = None) -> None:
         super().__init__()
+        if min_rows is None:
+            min_rows = MIN_ROWS if isinstance(inner, nn.QuantizedLinear) else 1
         self.inner = inner
         self._pool = pool
         self._min_rows = min_rows
@@ -98,8 +103,8 @@ class _Bound:
     def __init__(self, layer: nn.Module, source: dict[str, mx.array]) -> None:
         self.source = source
         self.projection = _describe(layer)
-        self.weights = {("", name): as_numpy(value) for name, value in source.items()}
-        self.dtypes = {("", name): _DTYPE_NAMES[value.dtype] for name, value in source.items()}
+        self.weights = {name: as_numpy(value) for name, value in source.items()}
+        self.dtypes = {name: _DTYPE_NAMES[value.dtype] for name, value in source.items()}
 
     def views(self, source: dict[str, mx.array]) -> bool:
         """Whether these views still show exactly these arrays."""
@@ -112,8 +117,8 @@ def _describe(layer: nn.Module) -> Projection:
     outputs, words = layer["weight"].shape
     if isinstance(layer, nn.QuantizedLinear):
         spec = QuantSpec(layer.mode, layer.bits, layer.group_size)
-        return Projection("", spec, words * 32 // layer.bits, outputs)
-    return Projection("", QuantSpec("none", 8 * layer["weight"].itemsize, 0), words, outputs)
+        return Projection("dense", spec, words * 32 // layer.bits, outputs)
+    return Projection("dense", QuantSpec("none", 8 * layer["weight"].itemsize, 0), words, outputs)
 
 
 def _apply_direct(bound: _Bound, x: np.ndarray, y: np.ndarray, pool: WorkerPool) -> None:
@@ -132,14 +137,14 @@ def _apply_transposed(bound: _Bound, x: np.ndarray, y: np.ndarray, pool: WorkerP
     count, projection = len(x), bound.projection
     operand = activation_operand(projection.layout, count, lambda s: np.empty(s, np.float32))
     fill_activation(projection.layout, x.T, operand)
-    out_nbytes = 4 * W_BLOCK_ROWS * count
+    out_nbytes = 4 * W_BLOCK_ROWS * row_stride(count)
 
     def run(rows: slice) -> None:
         memory = pool.scratch(out_nbytes + projection.scratch_nbytes)
-        out = Arena(memory[:out_nbytes]).float32((rows.stop - rows.start, count))
+        out = padded(rows.stop - rows.start, count, Arena(memory[:out_nbytes]).float32)
         arena = Arena(memory[out_nbytes:])
         projection.apply(bound.weights, bound.dtypes, operand, rows, out, arena)
-        np.copyto(y[:, rows], out.T)
+        copy_transposed(out, y[:, rows])
 
     pool.map_ordered(run, blocks(projection.output_dims, W_BLOCK_ROWS))
 

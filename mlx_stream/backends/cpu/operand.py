@@ -20,6 +20,8 @@ from mlx_stream.backends.cpu.dequant import Spec, dequantize, group_scales, unpa
 from mlx_stream.backends.cpu.formats import to_float32
 
 UNIT_BITS = 16
+PADDING = 16  # float32 elements: one cache line
+TRANSPOSE_BLOCK = 512  # inputs at a time; a multiple of every group size and plane count
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Layout:
 
     def weight_scratch(self, rows: int) -> int:
         """Elements of float32 scratch `fill_weight` needs for this many rows."""
-        return 2 * rows * self.plane_dims if self.planes > 1 else 0
+        return 3 * rows * self.plane_dims if self.planes > 1 else 0
 
 
 def layout_of(spec: Spec, input_dims: int) -> Layout:
@@ -59,16 +61,35 @@ def layout_of(spec: Spec, input_dims: int) -> Layout:
 
 def fill_activation(layout: Layout, x: np.ndarray, out: np.ndarray) -> None:
     """Write the x operand. x: [K, R] float32, any strides. out: [columns, R]."""
-    dims, size = layout.plane_dims, layout.input_dims
-    if layout.planes == 1:
-        np.copyto(out[:size], x)
-    for plane in range(layout.planes if layout.planes > 1 else 0):
-        factor = np.float32(2.0 ** (-layout.plane_bits * plane))
-        target = out[plane * dims : (plane + 1) * dims]
-        np.multiply(x[plane :: layout.planes], factor, out=target)
+    if out.strides[0] < out.strides[1] or x.strides[0] > x.strides[1]:
+        return _fill_inputs(layout, x, out, slice(0, layout.input_dims))
+    # A transpose. Rows of x are often a power of two apart, so one column of it falls into a
+    # few cache sets: go through copies with padded rows.
+    padded = np.empty((x.shape[1], TRANSPOSE_BLOCK + PADDING), np.float32)
+    turned = np.empty((TRANSPOSE_BLOCK, x.shape[1]), np.float32)
+    for start in range(0, layout.input_dims, TRANSPOSE_BLOCK):
+        inputs = slice(start, min(start + TRANSPOSE_BLOCK, layout.input_dims))
+        count = inputs.stop - start
+        np.copyto(padded[:, :count], x[inputs].T)
+        np.copyto(turned[:count], padded[:, :count].T)
+        _fill_inputs(layout, turned[:count], out, inputs)
+
+
+def _fill_inputs(layout: Layout, x: np.ndarray, out: np.ndarray, inputs: slice) -> None:
+    """The part of the x operand that comes from `inputs` (whole groups). x: those inputs."""
+    for plane in range(layout.planes):
+        base = plane * layout.plane_dims
+        first, last = inputs.start // layout.planes, inputs.stop // layout.planes
+        target = out[base + first : base + last]
+        if plane == 0:
+            np.copyto(target, x[:: layout.planes])
+        else:
+            factor = np.float32(2.0 ** (-layout.plane_bits * plane))
+            np.multiply(x[plane :: layout.planes], factor, out=target)
     if layout.groups:
-        grouped = x.reshape(layout.groups, layout.group_size, x.shape[1])
-        np.add.reduce(grouped, axis=1, out=out[size:])
+        size, base = layout.group_size, layout.input_dims
+        target = out[base + inputs.start // size : base + inputs.stop // size]
+        np.add.reduce(x.reshape(len(target), size, x.shape[1]), axis=1, out=target)
 
 
 def fill_weight(
@@ -91,23 +112,26 @@ def fill_weight(
         _fill_planes(layout, parts["weight"][rows], scales, values, scratch)
         return
     unpack(parts["weight"][rows], spec, values)
-    grouped = values.reshape(len(values), layout.groups, layout.group_size)
-    np.multiply(grouped, scales[..., None], out=grouped)
+    np.multiply(values, np.repeat(scales, layout.group_size, axis=1), out=values)
 
 
 def _fill_planes(
     layout: Layout, weight: np.ndarray, scales: np.ndarray, out: np.ndarray, scratch: np.ndarray
 ) -> None:
-    """out [n, planes * dims]: masked 16-bit units as floats, times the scale of their group."""
+    """out [n, planes * dims]: masked 16-bit units as floats, times the scale of their group.
+
+    ufuncs on contiguous arrays run in one loop, on anything else in one slow call per row; plain
+    copies do not care. So planes are computed in contiguous scratch and copied into place.
+    """
     rows, dims = len(weight), layout.plane_dims
     units = np.ascontiguousarray(weight).view(np.uint16)  # [n, dims]
-    spread = scratch[: rows * dims].reshape(rows, dims)
-    masked = scratch[rows * dims : 2 * rows * dims].view(np.uint16)[: rows * dims]
-    masked = masked.reshape(rows, dims)
+    spread, values, masked = scratch.reshape(3, -1)[:, : rows * dims].reshape(3, rows, dims)
+    masked = masked.view(np.uint16).reshape(2, rows, dims)[0]
     np.copyto(spread.reshape(rows, layout.groups, -1), scales[..., None])
     planes = out.reshape(rows, layout.planes, dims)
     for plane in range(layout.planes):
         mask = np.uint16(((1 << layout.plane_bits) - 1) << (layout.plane_bits * plane))
         np.bitwise_and(units, mask, out=masked)
-        np.copyto(planes[:, plane], masked)
-    np.multiply(planes, spread[:, None], out=planes)
+        np.copyto(values, masked)
+        np.multiply(values, spread, out=values)
+        np.copyto(planes[:, plane], values)

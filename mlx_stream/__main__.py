@@ -1,0 +1,3 @@
+from mlx_stream.cli import main
+
+main()

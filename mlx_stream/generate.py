@@ -1,0 +1,267 @@
+"""``python -m mlx_stream.generate``: mlx_lm.generate's flags, and the streaming ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlx_stream.config import BACKENDS, IO_MODES
+from mlx_stream.errors import MlxStreamError
+from mlx_stream.terminal import PrefillBar, run_command
+
+if TYPE_CHECKING:
+    from mlx_stream.runtime import Runtime
+
+DEMO_PROMPT = "And it came to pass"
+DEFAULT_PROMPT = "hello"
+
+EXAMPLES = """
+\b
+Examples:
+  python -m mlx_stream.generate --prompt "In the beginning"
+  python -m mlx_stream.generate --model mlx-community/Qwen3-30B-A3B-4bit \\
+      --memory-budget 8GB --prompt "Explain mixture of experts."
+  python -m mlx_stream.generate --model ./checkpoint --prompt-file report.txt \\
+      --system-prompt "Summarize." --max-tokens 300 --receipt receipt.json
+  cat notes.md | python -m mlx_stream.generate --model ./checkpoint --prompt -
+
+Without --model a small demo model that ships in the package writes King-James-style prose.
+"""
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The flags of one run, as given."""
+
+    model: str | None
+    prompt: str | None
+    prompt_file: Path | None
+    system_prompt: str | None
+    prefill_response: str | None
+    max_tokens: int
+    temp: float
+    top_p: float
+    min_p: float
+    top_k: int
+    min_tokens_to_keep: int
+    xtc_probability: float
+    xtc_threshold: float
+    seed: int | None
+    ignore_chat_template: bool
+    chat_template_config: str | None
+    extra_eos_token: tuple[str, ...]
+    verbose: bool
+    trust_remote_code: bool
+    memory_budget: str | None
+    chunk_tokens: int
+    backend: str
+    io: str
+    receipt: Path | None
+
+
+@click.command(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--model", help="Folder or Hugging Face repo id; omitted: the embedded demo model.")
+@click.option("--prompt", "-p", help="The user's message; '-' reads standard input.")
+@click.option(
+    "--prompt-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Read the message from a file.",
+)
+@click.option("--system-prompt", help="System message for the chat template.")
+@click.option("--prefill-response", help="Beginning of the answer, put into the chat template.")
+@click.option("--max-tokens", "-m", default=100, show_default=True, help="-1: no limit.")
+@click.option("--temp", default=0.0, show_default=True, help="Sampling temperature; 0 is greedy.")
+@click.option("--top-p", default=1.0, show_default=True, help="Nucleus sampling.")
+@click.option("--min-p", default=0.0, show_default=True, help="Least share of the top token.")
+@click.option("--top-k", default=0, show_default=True, help="Sample among the k likeliest.")
+@click.option("--min-tokens-to-keep", default=1, show_default=True, help="For --min-p.")
+@click.option("--xtc-probability", default=0.0, show_default=True, help="Chance of XTC sampling.")
+@click.option("--xtc-threshold", default=0.1, show_default=True, help="XTC threshold.")
+@click.option("--seed", type=int, help="Seed of the sampler.")
+@click.option("--ignore-chat-template", is_flag=True, help="Use the prompt as it is.")
+@click.option("--chat-template-config", help="JSON object of chat template arguments.")
+@click.option("--extra-eos-token", multiple=True, help="More end tokens; may be repeated.")
+@click.option(
+    "--verbose",
+    type=bool,
+    default=True,
+    show_default=True,
+    help="Progress and a receipt line on standard error.",
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
+@click.option("--memory-budget", help="Bytes, '4GB' or '4GiB'; default: a share of free memory.")
+@click.option(
+    "--chunk-tokens",
+    "--prefill-step-size",
+    "chunk_tokens",
+    default=2048,
+    show_default=True,
+    help="Most tokens in one attention chunk.",
+)
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
+@click.option(
+    "--io",
+    type=click.Choice(IO_MODES),
+    default="direct",
+    show_default=True,
+    help="'direct' bypasses the page cache.",
+)
+@click.option(
+    "--receipt",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the receipt of the prefill as JSON.",
+)
+def generate(**flags: Any) -> None:
+    """Prefill a prompt by streaming the experts once, then generate text."""
+    _generate(GenerateOptions(**flags))
+
+
+def _generate(options: GenerateOptions) -> None:
+    text = _read_prompt(options)
+    import mlx.core as mx
+
+    from mlx_stream.runtime import load
+
+    if options.seed is not None:
+        mx.random.seed(options.seed)
+    with load(
+        options.model,
+        memory_budget=options.memory_budget,
+        chunk_tokens=options.chunk_tokens,
+        backend=options.backend,
+        io=options.io,
+        trust_remote_code=options.trust_remote_code,
+    ) as runtime:
+        ids = _encode(runtime, options, text)
+        _stream(runtime, options, ids)
+        _write_receipt(runtime, options)
+
+
+def _read_prompt(options: GenerateOptions) -> str:
+    if options.prompt is not None and options.prompt_file is not None:
+        raise click.UsageError("--prompt and --prompt-file exclude each other.")
+    if options.prompt_file is not None:
+        try:
+            return options.prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise MlxStreamError(
+                "the prompt file cannot be read",
+                file=options.prompt_file,
+                expected="UTF-8 text",
+                actual=str(error),
+                remedy="check the path and the encoding",
+            ) from error
+    if options.prompt == "-":
+        return sys.stdin.read()
+    if options.prompt is None:
+        return DEMO_PROMPT if options.model is None else DEFAULT_PROMPT
+    return options.prompt.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _encode(runtime: Runtime, options: GenerateOptions, text: str) -> list[int]:
+    tokenizer = runtime.tokenizer
+    for token in options.extra_eos_token:
+        if tokenizer is not None:
+            tokenizer.add_eos_token(token)
+    templated = tokenizer is not None and tokenizer.has_chat_template
+    if options.ignore_chat_template or not templated:
+        return runtime.encode(text)
+    messages = [] if options.system_prompt is None else [_message("system", options.system_prompt)]
+    messages.append(_message("user", text))
+    template = _template_arguments(options.chat_template_config)
+    if options.prefill_response is not None:
+        messages.append(_message("assistant", options.prefill_response))
+        template |= {"continue_final_message": True, "add_generation_prompt": False}
+    return runtime.encode(messages, **template)
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _template_arguments(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise click.UsageError(f"--chat-template-config is not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise click.UsageError("--chat-template-config must be a JSON object.")
+    return arguments
+
+
+def _stream(runtime: Runtime, options: GenerateOptions, ids: list[int]) -> None:
+    """Print tokens as they come; the bar goes when the first one is there."""
+    response = None
+    if options.verbose:
+        click.echo(repr(runtime), err=True)
+    with PrefillBar(enabled=options.verbose) as bar:
+        for response in runtime.stream_generate(
+            ids, options.max_tokens, sampler=_sampler(runtime, options), progress=bar.update
+        ):
+            text = response.text if runtime.tokenizer is not None else f"{response.token} "
+            click.echo(text, nl=False)
+            sys.stdout.flush()
+    click.echo()
+    if options.verbose and response is not None and runtime.last_receipt is not None:
+        click.echo(
+            f"{runtime.last_receipt.summary()} | decode {response.generation_tokens} tokens, "
+            f"{response.generation_tps:.1f} tok/s",
+            err=True,
+        )
+
+
+def _sampler(runtime: Runtime, options: GenerateOptions) -> Any:
+    from mlx_lm.sample_utils import make_sampler
+
+    special: list[int] = []
+    if runtime.tokenizer is not None and options.xtc_probability > 0:
+        special = [*runtime.tokenizer.encode("\n"), *runtime.tokenizer.eos_token_ids]
+    return make_sampler(
+        options.temp,
+        options.top_p,
+        options.min_p,
+        options.min_tokens_to_keep,
+        top_k=options.top_k,
+        xtc_probability=options.xtc_probability,
+        xtc_threshold=options.xtc_threshold,
+        xtc_special_tokens=special,
+    )
+
+
+def _write_receipt(runtime: Runtime, options: GenerateOptions) -> None:
+    """Atomically, so that a reader never sees half a receipt."""
+    if options.receipt is None or runtime.last_receipt is None:
+        return
+    target = options.receipt.absolute()
+    text = json.dumps(runtime.last_receipt.as_dict(), indent=2) + "\n"
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=target.parent, prefix=target.name, suffix=".tmp", delete=False
+        ) as file:
+            file.write(text)
+        os.replace(file.name, target)
+    except OSError as error:
+        raise MlxStreamError(
+            "the receipt cannot be written",
+            file=target,
+            actual=str(error),
+            remedy="choose a writable folder for --receipt",
+        ) from error
+
+
+def main() -> None:
+    """Entry point of ``python -m mlx_stream.generate``."""
+    run_command(generate, "python -m mlx_stream.generate")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,542 @@
+"""The reader: the same bytes as a slow read, every failure told apart, nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from mlx_stream.errors import (
+    EndOfFileError,
+    FileChangedError,
+    ReadCancelled,
+    ReadError,
+)
+from mlx_stream.storage import read_op, reader
+from mlx_stream.storage.read_plan import ReadOp, plan_group
+from mlx_stream.storage.reader import Reader
+
+from .builders import FAST, aligned_buffer, plain_checkpoint, slow_read
+from .layouts import FILE_NBYTES, layouts
+
+BLOCK = 4096
+SIZE = 8 * BLOCK + 100  # of each test file
+IO = pytest.mark.parametrize("io", ["direct", "buffered"])
+
+
+def resources() -> tuple[set[str], int]:
+    threads = {t.name for t in threading.enumerate() if t.name.startswith("mlx-stream")}
+    return threads, len(os.listdir("/dev/fd"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    before = resources()
+    yield
+    assert resources() == before
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return plain_checkpoint(tmp_path / "m", [SIZE, SIZE])
+
+
+def block_op(n: int, *, file: int = 0, blocks: int = 1) -> ReadOp:
+    """Blocks n.. of a file into the same place of the slot."""
+    return ReadOp(file, n * BLOCK, ((n * BLOCK, blocks * BLOCK),))
+
+
+def content(checkpoint, file=0) -> bytes:
+    return checkpoint.files[file].path.read_bytes()
+
+
+class Gate:
+    """A fault hook that holds reads until it is opened."""
+
+    def __init__(self):
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Event()
+
+    def __call__(self, file, offset, nbytes):
+        self.entered.release()
+        assert self.open.wait(10)
+
+
+# --- the right bytes ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def random_files(tmp_path_factory):
+    checkpoint = plain_checkpoint(tmp_path_factory.mktemp("files"), [FILE_NBYTES, FILE_NBYTES])
+    return checkpoint, [content(checkpoint, n) for n in range(2)]
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@IO
+def test_random_plans_bring_the_bytes_of_a_slow_read(random_files, io, threads):
+    checkpoint, contents = random_files
+    slots = aligned_buffer(1 << 20)
+    with Reader(checkpoint, io=io, threads=threads) as r:
+
+        @FAST
+        @given(layouts())
+        def check(layout):
+            layer, experts, align, limit = layout
+            plan = plan_group(
+                layer,
+                experts,
+                align=max(align, r.align),
+                max_op_nbytes=limit,
+                file_sizes=[FILE_NBYTES] * 2,
+            )
+            slot = slots[: plan.slot_nbytes]
+            slot[:] = 0xA5
+            before = r.counters
+            r.submit(plan.ops, slot).wait()
+            after = r.counters
+            assert after.bytes - before.bytes == plan.read_nbytes
+            assert after.calls - before.calls == len(plan.ops)
+            assert after.retries == 0
+            for plane, t in zip(plan.planes, layer.tensors, strict=True):
+                for e, o in zip(experts, plane.offsets, strict=True):
+                    begin = t.offset + e * t.stride
+                    assert slot[o : o + t.nbytes].tobytes() == contents[t.file][begin:][: t.nbytes]
+
+        check()
+        assert r.counters.busy_seconds > 0
+
+
+def test_bytes_outside_the_parts_are_not_touched(checkpoint):
+    buffer = np.full(100, 7, np.uint8)
+    with Reader(checkpoint, io="buffered") as r:
+        r.submit([ReadOp(1, 33, ((10, 5), (50, 1), (20, 7)))], buffer).wait()
+    expected = np.full(100, 7, np.uint8)
+    data = slow_read(checkpoint.files[1].path, 33, 13)
+    for begin, end, part in ((10, 15, data[:5]), (50, 51, data[5:6]), (20, 27, data[6:])):
+        expected[begin:end] = np.frombuffer(part, np.uint8)
+    assert buffer.tobytes() == expected.tobytes()
+
+
+@IO
+def test_last_block_of_a_file(checkpoint, io):
+    buffer = aligned_buffer(9 * BLOCK)
+    with Reader(checkpoint, io=io) as r:
+        r.submit([block_op(8)], buffer).wait()
+        assert (r.counters.bytes, r.counters.calls) == (100, 1)
+    assert buffer[8 * BLOCK : SIZE].tobytes() == content(checkpoint)[8 * BLOCK :]
+
+
+def test_empty_ticket_is_done(checkpoint):
+    with Reader(checkpoint) as r:
+        ticket = r.submit([], aligned_buffer(BLOCK))
+        assert ticket.done()
+        ticket.wait()
+        ticket.cancel()
+        ticket.wait()
+
+
+def test_first_submitted_first_served(checkpoint):
+    order = []
+    with Reader(checkpoint, threads=1, fault=lambda *call: order.append(call[1])) as r:
+        buffer = aligned_buffer(SIZE + BLOCK)
+        tickets = [r.submit([block_op(n), block_op(n + 1)], buffer) for n in (4, 0, 6, 2)]
+        for ticket in tickets:
+            ticket.wait(10)
+    assert order == [n * BLOCK for n in (4, 5, 0, 1, 6, 7, 2, 3)]
+
+
+# --- short reads ----------------------------------------------------------------------------
+
+
+def cut_reads(monkeypatch, most: int) -> None:
+    """Every preadv returns at most `most` bytes; what lies behind them is garbage."""
+    real = os.preadv
+
+    def short(fd, buffers, offset):
+        got = real(fd, buffers, offset)
+        keep = min(got, most)
+        at = 0
+        for b in buffers:
+            for i in range(max(keep - at, 0), len(b)):
+                b[i] = 0xEE
+            at += len(b)
+        return keep
+
+    monkeypatch.setattr(read_op.os, "preadv", short)
+
+
+@pytest.mark.parametrize("most", [1, 7, 4095, 5000])
+def test_short_reads_are_continued(checkpoint, monkeypatch, most):
+    blocks = 1 if most < 100 else 4
+    op = ReadOp(0, 5, ((0, 100), (200, 1), (300, blocks * 1000)))
+    buffer = np.zeros(6000, np.uint8)
+    with Reader(checkpoint, io="buffered") as r:
+        cut_reads(monkeypatch, most)
+        r.submit([op], buffer).wait()
+        calls = -(-op.nbytes // most)
+        assert (r.counters.bytes, r.counters.calls) == (op.nbytes, calls)
+        assert r.counters.retries == calls - 1
+    got = b"".join(buffer[o : o + n].tobytes() for o, n in op.parts)
+    assert got == content(checkpoint)[5 : 5 + op.nbytes]
+
+
+@pytest.mark.parametrize("most", [512, 700, 4096, 5000])
+def test_short_reads_are_continued_at_aligned_places(checkpoint, monkeypatch, most):
+    """O_DIRECT cannot go on in the middle of a block: that block is read again."""
+    buffer = aligned_buffer(9 * BLOCK)
+    with Reader(checkpoint, io="buffered") as r:
+        r.align = 512  # as if O_DIRECT
+        cut_reads(monkeypatch, most)
+        r.submit([block_op(0, blocks=9)], buffer).wait()
+        assert r.counters.bytes >= SIZE
+    assert buffer[:SIZE].tobytes() == content(checkpoint)
+
+
+def test_reads_that_never_progress_end(checkpoint, monkeypatch):
+    with Reader(checkpoint) as r:
+        monkeypatch.setattr(read_op.os, "preadv", lambda *a: 0)
+        with pytest.raises(ReadError, match="return no data") as caught:
+            r.submit([block_op(0)], aligned_buffer(BLOCK)).wait(10)
+        assert not isinstance(caught.value, EndOfFileError)
+        assert r.counters.calls == read_op.MAX_STALLS
+
+
+# --- failures -------------------------------------------------------------------------------
+
+
+@IO
+def test_eio_fails_its_ticket_only(checkpoint, io):
+    def fault(file, offset, nbytes):
+        calls.append((file, offset))
+        if file == 1:
+            raise OSError(errno.EIO, "Input/output error")
+
+    calls: list = []
+    buffer, other = aligned_buffer(SIZE + BLOCK), aligned_buffer(SIZE + BLOCK)
+    with Reader(checkpoint, io=io, threads=1, fault=fault) as r:
+        bad = r.submit([block_op(n, file=n == 1) for n in range(8)], buffer)
+        good = r.submit([block_op(3)], other)
+        with pytest.raises(ReadError, match="Input/output error") as caught:
+            bad.wait(10)
+        good.wait(10)
+        with pytest.raises(ReadError):  # it stays failed
+            bad.wait()
+        bad.cancel()
+        assert r.counters.calls == 2
+    assert calls == [(0, 0), (1, BLOCK), (0, 3 * BLOCK)]  # the rest was dropped
+    error = caught.value
+    assert error.file == str(checkpoint.files[1].path)
+    assert f"offset {BLOCK}" in error.actual
+    assert "disk" in error.remedy
+    assert isinstance(error.__cause__, OSError)
+    assert other[3 * BLOCK : 4 * BLOCK].tobytes() == content(checkpoint)[3 * BLOCK : 4 * BLOCK]
+
+
+def test_eio_from_the_system(checkpoint, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Reader(checkpoint) as r:
+        monkeypatch.setattr(read_op.os, "preadv", fail)
+        with pytest.raises(ReadError, match="Input/output"):
+            r.submit([block_op(0)], aligned_buffer(BLOCK)).wait(10)
+        assert r.counters.calls == 0
+
+
+def test_a_broken_hook_does_not_kill_a_thread(checkpoint):
+    def fault(*call):
+        raise ZeroDivisionError("bug in a test")
+
+    with Reader(checkpoint, threads=1, fault=fault) as r:
+        for _ in range(3):
+            with pytest.raises(ReadError, match="bug in a test"):
+                r.submit([block_op(0)], aligned_buffer(BLOCK)).wait(10)
+
+
+@IO
+@pytest.mark.parametrize("left", [0, BLOCK, 2 * BLOCK + 10])
+def test_file_truncated_under_us(checkpoint, io, left):
+    path = checkpoint.files[0].path
+    with Reader(checkpoint, io=io) as r:
+        os.truncate(path, left)
+        with pytest.raises(EndOfFileError) as caught:
+            r.submit([block_op(1, blocks=3)], aligned_buffer(4 * BLOCK)).wait(10)
+        assert caught.value.file == str(path)
+        assert str(SIZE) in caught.value.expected
+        assert f"{left} bytes now" in caught.value.actual
+        assert f"offset {BLOCK}" in caught.value.actual
+
+
+def test_a_failed_ticket_does_not_keep_its_buffer(checkpoint):
+    def fault(*call):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Reader(checkpoint, fault=fault) as r:
+        buffer = aligned_buffer(BLOCK)
+        alive = weakref.ref(buffer)
+        ticket = r.submit([block_op(0)], buffer)
+        with pytest.raises(ReadError) as caught:
+            ticket.wait(10)
+        del buffer
+        gc.collect()
+        assert caught.value is not None
+        assert alive() is None
+
+
+def test_a_done_ticket_does_not_keep_its_buffer(checkpoint):
+    with Reader(checkpoint) as r:
+        buffer = aligned_buffer(BLOCK)
+        alive = weakref.ref(buffer)
+        ticket = r.submit([block_op(0)], buffer)
+        ticket.wait(10)
+        del buffer
+        assert alive() is None
+        assert ticket.done()
+
+
+# --- files that change ----------------------------------------------------------------------
+
+
+def replace_file(path):
+    other = path.with_suffix(".new")
+    other.write_bytes(path.read_bytes())
+    os.replace(other, path)
+
+
+CHANGES = {
+    "replaced": replace_file,
+    "appended": lambda p: p.write_bytes(p.read_bytes() + b"x"),
+    "touched": lambda p: os.utime(p, ns=(1, 1)),
+    "truncated": lambda p: os.truncate(p, 5),
+    "removed": lambda p: p.unlink(),
+}
+
+
+@IO
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_changed_between_header_and_open(checkpoint, change, io):
+    change(checkpoint.files[1].path)
+    with pytest.raises(FileChangedError) as caught:
+        Reader(checkpoint, io=io)
+    assert caught.value.file == str(checkpoint.files[1].path)
+    assert "load the model again" in caught.value.remedy
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_changed_after_open(checkpoint, change):
+    with Reader(checkpoint) as r:
+        r.check_unchanged()
+        change(checkpoint.files[1].path)
+        with pytest.raises(FileChangedError) as caught:
+            r.check_unchanged()
+        assert caught.value.file == str(checkpoint.files[1].path)
+
+
+def test_unreadable_file(checkpoint, monkeypatch):
+    def refuse(path, *args):
+        if str(path) == str(checkpoint.files[1].path):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, *args)
+
+    real = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ReadError, match="Too many open files") as caught:
+        Reader(checkpoint)
+    assert "ulimit" in caught.value.remedy
+
+
+# --- cancel and close -----------------------------------------------------------------------
+
+
+def test_cancel_in_the_middle(checkpoint):
+    gate, buffer = Gate(), aligned_buffer(SIZE + BLOCK)
+    with Reader(checkpoint, threads=2, fault=gate) as r:
+        ticket = r.submit([block_op(n) for n in range(8)], buffer)
+        other = r.submit([block_op(0)], aligned_buffer(BLOCK))
+        gate.entered.acquire()
+        gate.entered.acquire()
+        ticket.cancel()
+        with pytest.raises(TimeoutError):  # two reads still write to the buffer
+            ticket.wait(0.05)
+        assert not ticket.done()
+        gate.open.set()
+        with pytest.raises(ReadCancelled):
+            ticket.wait(10)
+        assert ticket.done()
+        other.wait(10)
+        assert r.counters.calls == 3
+    assert (buffer[2 * BLOCK :] == 0xA5).all()
+
+
+def test_cancel_before_the_start(checkpoint):
+    gate = Gate()
+    with Reader(checkpoint, threads=1, fault=gate) as r:
+        first = r.submit([block_op(0)], aligned_buffer(BLOCK))
+        gate.entered.acquire()
+        second = r.submit([block_op(0)], aligned_buffer(BLOCK))
+        second.cancel()
+        with pytest.raises(ReadCancelled):
+            second.wait(1)
+        gate.open.set()
+        first.wait(10)
+        first.cancel()  # too late: no effect
+        first.wait()
+        assert r.counters.calls == 1
+
+
+def test_close_while_reading(checkpoint):
+    gate = Gate()
+    r = Reader(checkpoint, threads=2, fault=gate)
+    tickets = [r.submit([block_op(n)], aligned_buffer(SIZE + BLOCK)) for n in range(6)]
+    gate.entered.acquire()
+    gate.entered.acquire()
+    timer = threading.Timer(0.1, gate.open.set)
+    timer.start()
+    r.close()
+    timer.join()
+    for ticket in tickets[:2]:
+        ticket.wait(1)  # they had begun, and ended well
+    for ticket in tickets[2:]:
+        with pytest.raises(ReadCancelled):
+            ticket.wait(1)
+    r.close()
+    with pytest.raises(ReadCancelled):
+        r.submit([block_op(0)], aligned_buffer(BLOCK))
+    with pytest.raises(ReadCancelled):
+        r.check_unchanged()
+
+
+def test_close_does_not_wait_for_ever(checkpoint, monkeypatch):
+    gate = Gate()
+    r = Reader(checkpoint, threads=2, fault=gate)
+    r.submit([block_op(0)], aligned_buffer(BLOCK))
+    gate.entered.acquire()
+    monkeypatch.setattr(reader, "CLOSE_TIMEOUT", 0.1)
+    with pytest.raises(ReadError, match="does not return"):
+        r.close()
+    gate.open.set()
+    monkeypatch.undo()
+    r.close()  # the second try finds the thread ended
+
+
+def test_cancel_and_close_from_everywhere(checkpoint):
+    """Many tickets, cancelled and waited for by several threads while the reader closes."""
+    r = Reader(checkpoint, threads=4)
+    buffer = aligned_buffer(SIZE + BLOCK)
+
+    def user(seed):
+        rng = np.random.default_rng(seed)
+        try:
+            while True:
+                ticket = r.submit([block_op(n) for n in range(8)], buffer)
+                if rng.random() < 0.5:
+                    ticket.cancel()
+                ticket.wait(10)
+        except ReadCancelled:
+            if not r._closed:
+                return user(seed + 10)
+
+    users = [threading.Thread(target=user, args=(n,)) for n in range(3)]
+    for u in users:
+        u.start()
+    time.sleep(0.2)
+    r.close()
+    for u in users:
+        u.join(10)
+        assert not u.is_alive()
+
+
+def test_ctrl_c_interrupts_wait(checkpoint):
+    gate = Gate()
+    with Reader(checkpoint, fault=gate) as r:
+        ticket = r.submit([block_op(0)], aligned_buffer(BLOCK))
+        timer = threading.Timer(0.1, lambda: signal.raise_signal(signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            ticket.wait()
+        timer.join()
+        assert not ticket.done()
+        gate.open.set()
+        ticket.wait(10)
+
+
+def test_threads_have_names_and_die_with_the_process(checkpoint):
+    with Reader(checkpoint, threads=3) as r:
+        names = {t.name for t in threading.enumerate() if t.daemon and "mlx-stream" in t.name}
+        assert names == {f"mlx-stream-reader-{n}" for n in range(3)}
+        assert r.counters == reader.ReadCounters(0, 0, 0, 0.0)
+
+
+def test_no_thread_can_be_started(checkpoint, monkeypatch):
+    started = []
+
+    def start(thread):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    real = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Reader(checkpoint, threads=2)
+
+
+# --- callers' bugs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        ReadOp(2, 0, ((0, BLOCK),)),
+        ReadOp(-1, 0, ((0, BLOCK),)),
+        ReadOp(0, -BLOCK, ((0, BLOCK),)),
+        ReadOp(0, 9 * BLOCK, ((0, BLOCK),)),
+        ReadOp(0, 0, ()),
+        ReadOp(0, 0, ((0, 0),)),
+        ReadOp(0, 0, ((BLOCK, BLOCK),)),
+        ReadOp(0, 0, ((-BLOCK, BLOCK),)),
+    ],
+)
+def test_ops_that_do_not_fit(checkpoint, op):
+    with Reader(checkpoint) as r, pytest.raises(ValueError, match="ReadOp"):
+        r.submit([op], aligned_buffer(BLOCK))
+
+
+def test_buffers_that_do_not_fit(checkpoint):
+    frozen = aligned_buffer(BLOCK)
+    frozen.flags.writeable = False
+    bad = [frozen, aligned_buffer(2 * BLOCK)[::2], np.zeros((1, BLOCK), np.uint8)]
+    with Reader(checkpoint) as r:
+        for buffer in [*bad, np.zeros(BLOCK, np.int8)]:
+            with pytest.raises(ValueError, match="buffer"):
+                r.submit([block_op(0)], buffer)
+
+
+def test_unaligned_reads_are_refused_before_they_fail(checkpoint):
+    with Reader(checkpoint) as r:
+        if r.align == 1:
+            pytest.skip("no O_DIRECT here")
+        buffer = aligned_buffer(2 * BLOCK)
+        for op, target in (
+            (ReadOp(0, 1, ((0, BLOCK),)), buffer),
+            (ReadOp(0, 0, ((0, 100),)), buffer),
+            (ReadOp(0, 0, ((8, BLOCK),)), buffer),
+            (ReadOp(0, 0, ((0, BLOCK),)), buffer[16:]),
+        ):
+            with pytest.raises(ValueError, match="aligned"):
+                r.submit([op], target)
+
+
+@pytest.mark.parametrize("arguments", [{"threads": 0}, {"io": "mmap"}])
+def test_bad_arguments(checkpoint, arguments):
+    with pytest.raises(ValueError, match="not valid"):
+        Reader(checkpoint, **arguments)
