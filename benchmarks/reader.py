@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import platform
+import random
 import shutil
 import statistics
 import struct
@@ -168,9 +169,8 @@ def main(
 def layer_range(index: ExpertIndex, layer: int) -> tuple[int, int]:
     tensors = index.layers[layer].tensors
     last = max(tensors, key=lambda t: t.offset)
-    return min(t.offset for t in tensors), last.offset + index.layers[
-        layer
-    ].num_experts * last.stride
+    end = last.offset + index.layers[layer].num_experts * last.stride
+    return min(t.offset for t in tensors), end
 
 
 def best_block(path: Path, nbytes: int) -> int:
@@ -196,12 +196,11 @@ def compare(index: ExpertIndex, rounds: int, settings: list[Setting], group: int
     ours = {s: ReaderArm(index, s[0], s[1] * MIB, group) for s in settings}
     arms: list[Setting | None] = [None, *settings]
     seconds: dict[Setting | None, list[float]] = {arm: [0.0] * rounds for arm in arms}
-    turn = 0
+    shuffler = random.Random(0)
     for r in range(rounds):
         for layer in range(len(index.layers)):
-            turn += 1
-            for n in range(len(arms)):
-                arm = arms[(turn + n) % len(arms)]
+            # Not in rotation: each arm must follow each other one equally often.
+            for arm in shuffler.sample(arms, len(arms)):
                 took = (
                     plain.seconds(*layer_range(index, layer))
                     if arm is None

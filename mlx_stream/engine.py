@@ -91,10 +91,10 @@ class Engine:
         self._shape = self._loaded.shape
         self._mlps = [s.mlp for s in self._loaded.streamed]
         self._closers.append(self.backend.prepare_model(self.model, self._shape.vocab))
-        self._reader = Reader(
+        self.reader = Reader(
             index.checkpoint, io=self.config.io, threads=self.config.reader_threads
         )
-        self._closers.append(self._reader.close)
+        self._closers.append(self.reader.close)
         self._traits = self._make_traits()
         self._cache = self._make_expert_cache()
         self._closers.append(self._cache.close)
@@ -109,17 +109,17 @@ class Engine:
             itemsize=self._loaded.dtype.size,
             resident=self._loaded.resident_nbytes,
             scratch=self.backend.scratch_nbytes(self._mlps),
-            align=self._reader.align,
+            align=self.reader.align,
             combined=self._loaded.combined_layers == len(self._mlps),
             decode_tokens=DECODE_RESERVE_TOKENS,
         )
 
     def _make_expert_cache(self) -> ExpertCache:
         """One record for now; every plan says what the cache may hold."""
-        align = self._reader.align
+        align = self.reader.align
         slot = record_nbytes(self._mlps, align, slot_capacity(self.index, 1, align))
         self.budget.reserve("expert cache", slot)
-        return ExpertCache(self.backend, self._reader, slot_nbytes=slot, capacity=1)
+        return ExpertCache(self.backend, self.reader, slot_nbytes=slot, capacity=1)
 
     def plan(self, prompt_tokens: int, *, past_tokens: int = 0) -> PrefillPlan:
         """The plan that a prompt of this length would follow.
@@ -157,15 +157,15 @@ class Engine:
             FileChangedError, ReadError: the checkpoint changed or cannot be read.
         """
         ids = self._check_tokens(tokens)
-        self._reader.check_unchanged()
+        self.reader.check_unchanged()
         past = cache_offset(cache) if cache is not None else 0
         plan = self.plan(len(ids), past_tokens=past)
         snapshot = CacheSnapshot(cache) if cache is not None else None
         cache = make_prompt_cache(self.model) if cache is None else cache
         self._grant(plan)
         try:
-            logits, receipt = self._run_plan(plan, ids, cache, progress)
-            self._reader.check_unchanged()
+            logits, receipt = self.run_plan(plan, ids, cache, progress=progress)
+            self.reader.check_unchanged()
         except BaseException:
             if snapshot is not None:
                 snapshot.restore()
@@ -175,19 +175,31 @@ class Engine:
         self.last_receipt = receipt
         return PrefillResult(logits, cache, receipt)
 
-    def _run_plan(
-        self, plan: PrefillPlan, ids: np.ndarray, cache: list[Any], progress: Progress | None
+    def run_plan(
+        self,
+        plan: PrefillPlan,
+        ids: np.ndarray,
+        cache: list[Any] | None = None,
+        *,
+        ring: StagingRing | None = None,
+        progress: Progress | None = None,
     ) -> tuple[mx.array, Receipt]:
-        started, before = time.perf_counter(), self._reader.counters
+        """Execute a plan; :meth:`prefill` is this with checks, budget and clean-up around it.
+
+        Args:
+            ring: staging to use, and to close, instead of the plan's own (benchmarks).
+        """
+        cache = make_prompt_cache(self.model) if cache is None else cache
+        started, before = time.perf_counter(), self.reader.counters
         mx.reset_peak_memory()
         seeder = RecentTokensSeeder(self._cache, len(self._mlps))
-        ring = StagingRing(self.backend, self._reader, plan.slot_nbytes, plan.slots)
+        ring = ring or StagingRing(self.backend, self.reader, plan.slot_nbytes, plan.slots)
         try:
             job = LayerMajorPrefill(
                 self.model,
                 self._loaded.streamed,
                 self.backend,
-                self._reader,
+                self.reader,
                 ring,
                 self._loaded.slot,
                 fallback=self._exact,
@@ -196,7 +208,7 @@ class Engine:
             )
             with self.backend.compute_scope():
                 logits = job.run(plan, ids, cache)
-            wall, after = time.perf_counter() - started, self._reader.counters
+            wall, after = time.perf_counter() - started, self.reader.counters
             peak = self.backend.memory().peak
         finally:
             ring.close()
@@ -215,7 +227,7 @@ class Engine:
             wall_seconds=wall,
             peak_bytes=peak,
             budget_bytes=self.budget.total,
-            io_mode=self._reader.io_mode,
+            io_mode=self.reader.io_mode,
             backend=self.backend.name,
             cached_experts=seeder.kept,
             weighted_layers=self._loaded.combined_layers,

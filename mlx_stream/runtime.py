@@ -31,36 +31,37 @@ class Runtime:
     """
 
     def __init__(self, path: Path, config: StreamConfig) -> None:
-        self._engine = Engine(path, config)
+        # What benchmarks and tests look into; not part of the stable interface.
+        self.engine = Engine(path, config)
 
     @property
     def tokenizer(self) -> Any | None:
         """mlx-lm's TokenizerWrapper; None when the folder has no tokenizer files."""
-        return self._engine.tokenizer
+        return self.engine.tokenizer
 
     @property
     def model(self) -> Any:
         """The mlx-lm model, its switch layers streamed; callable with an mlx-lm prompt cache."""
-        return self._engine.model
+        return self.engine.model
 
     @property
     def memory_budget(self) -> int:
         """The budget in force, in bytes."""
-        return self._engine.budget.total
+        return self.engine.budget.total
 
     @property
     def budget_reason(self) -> str:
         """Where the budget came from."""
-        return self._engine.budget_reason
+        return self.engine.budget_reason
 
     @property
     def last_receipt(self) -> Receipt | None:
         """The receipt of the last prefill."""
-        return self._engine.last_receipt
+        return self.engine.last_receipt
 
     def plan(self, prompt_tokens: int) -> PrefillPlan:
         """The plan that a prompt of this length would follow; raises BudgetError as prefill."""
-        return self._engine.plan(prompt_tokens)
+        return self.engine.plan(prompt_tokens)
 
     def encode(self, prompt: Prompt, **template: Any) -> list[int]:
         """Token ids of text, chat messages or token ids."""
@@ -74,7 +75,7 @@ class Runtime:
         progress: Progress | None = None,
     ) -> PrefillResult:
         """Run a prompt through the model, reading each expert once; see :meth:`Engine.prefill`."""
-        return self._engine.prefill(tokens, cache, progress=progress)
+        return self.engine.prefill(tokens, cache, progress=progress)
 
     def stream_generate(
         self,
@@ -102,7 +103,7 @@ class Runtime:
         started = time.perf_counter()
         result = self.prefill(ids, prompt_cache, progress=progress)
         prompt_tps = len(ids) / (time.perf_counter() - started)
-        tokens = self._engine.decode(
+        tokens = self.engine.decode(
             result, ids, sampler=sampler or greedy_sampler, processors=logits_processors
         )
         yield from self._respond(tokens, len(ids), prompt_tps, max_tokens, frozenset(stop_tokens))
@@ -132,7 +133,7 @@ class Runtime:
                     prompt_tps=prompt_tps,
                     generation_tokens=n,
                     generation_tps=n / max(time.perf_counter() - started, 1e-9),
-                    peak_memory=self._engine.peak_nbytes / 1e9,
+                    peak_memory=self.engine.peak_nbytes / 1e9,
                     finish_reason=reason,
                 )
                 if reason is not None:
@@ -146,7 +147,7 @@ class Runtime:
 
     def close(self) -> None:
         """Release files, threads and memory; safe to call twice."""
-        self._engine.close()
+        self.engine.close()
 
     def __enter__(self) -> Runtime:
         return self
@@ -155,7 +156,7 @@ class Runtime:
         self.close()
 
     def __repr__(self) -> str:
-        engine = self._engine
+        engine = self.engine
         return (
             f"Runtime({engine.path.name}: {len(engine.index.layers)} expert layers, "
             f"{format_bytes(engine.index.nbytes)} on disk, {engine.backend.name}, "

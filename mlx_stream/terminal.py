@@ -1,4 +1,4 @@
-"""What the command line shows while it works: a progress bar on stderr, errors without tracebacks."""
+"""What the command line shows: a progress bar on stderr, errors without tracebacks."""
 
 from __future__ import annotations
 

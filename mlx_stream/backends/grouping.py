@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -44,9 +45,7 @@ class Routing:
         """``(chunk, slice of tokens)`` for ascending tokens, empty chunks left out."""
         cuts = np.searchsorted(tokens, self.chunk_starts)
         return [
-            (chunk, slice(int(a), int(b)))
-            for chunk, (a, b) in enumerate(zip(cuts[:-1], cuts[1:], strict=True))
-            if b > a
+            (chunk, slice(int(a), int(b))) for chunk, (a, b) in enumerate(pairwise(cuts)) if b > a
         ]
 
 

@@ -11,12 +11,14 @@ from mlx_stream.decode.expert_cache import ExpertCache
 from mlx_stream.storage.read_plan import GroupRead
 
 RECENT_TOKENS = 64
+# Copies run on the compute thread; beyond a few routed sets they cost more than they save.
+ROUTED_SETS = 4
 
 
 class RecentTokensSeeder:
     """Keeps each layer's most used experts of the last prompt tokens, later ones weighing more.
 
-    Every layer gets an equal share of the cache's records.
+    Every layer gets an equal share of the cache's records, at most a few routed sets.
     """
 
     def __init__(self, cache: ExpertCache, layers: int) -> None:
@@ -30,6 +32,7 @@ class RecentTokensSeeder:
         share = (self._cache.capacity * (self._seen + 1)) // self._layers
         share -= (self._cache.capacity * self._seen) // self._layers
         self._seen = (self._seen + 1) % self._layers
+        share = min(share, ROUTED_SETS * indices[0].shape[1])
         recent = _last_rows(indices, RECENT_TOKENS)
         weights = np.arange(1, len(recent) + 1, dtype=np.float64)
         scores = np.bincount(

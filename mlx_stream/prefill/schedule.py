@@ -113,7 +113,7 @@ class PrefillPlan:
 
     def __str__(self) -> str:
         groups = len(self.layers[0].groups)
-        staging = "two whole layers" if self.holds_two_layers else "read groups"
+        staging = "two layers" if self.holds_two_layers else "read groups"
         return "\n".join(
             [
                 f"prefill of {self.prompt_tokens} tokens, {self.model}",
@@ -121,7 +121,7 @@ class PrefillPlan:
                 f"{self.chunk_tokens} tokens",
                 f"  reads        {format_bytes(self.planned_read_nbytes)} in {len(self.layers)} "
                 f"expert layers x {groups} groups of {self.group_size} experts",
-                f"  staging      {self.slots} slots of {format_bytes(self.slot_nbytes)} ({staging})",
+                f"  staging      {self.slots} slots of {format_bytes(self.slot_nbytes)}: {staging}",
                 f"memory, of a budget of {format_bytes(self.memory.budget)}",
                 *self.memory.lines(),
                 *(f"note: {note}" for note in self.notes),

@@ -7,6 +7,7 @@ import os
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from mlx_stream.storage import open_modes
@@ -60,6 +61,20 @@ def test_alignment_is_found_by_trial(checkpoint, monkeypatch, align, found):
     demand_alignment(monkeypatch, align)
     fd = os.open(checkpoint.files[0].path, os.O_RDONLY)
     assert find_alignment(fd) == found
+    os.close(fd)
+
+
+def test_alignment_of_memory_counts_too(checkpoint, monkeypatch):
+    real = os.preadv
+
+    def fake(fd, buffers, offset):
+        if any(np.frombuffer(b, np.uint8).ctypes.data % 4096 for b in buffers):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", fake)
+    fd = os.open(checkpoint.files[0].path, os.O_RDONLY)
+    assert find_alignment(fd) == 4096
     os.close(fd)
 
 

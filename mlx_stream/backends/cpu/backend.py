@@ -7,7 +7,6 @@ and activations are float32 whatever the checkpoint stores.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -36,6 +35,7 @@ from mlx_stream.backends.cpu.grouped_mlp import (
     scratch_nbytes,
 )
 from mlx_stream.backends.cpu.linear import install_dense
+from mlx_stream.backends.cpu.memory import HostMemory
 from mlx_stream.backends.cpu.pool import WorkerPool
 from mlx_stream.backends.grouping import group_by_expert
 from mlx_stream.storage.read_plan import GroupRead
@@ -54,21 +54,19 @@ class CpuBackend:
     def __init__(self, threads: int | None = None) -> None:
         self._pool = WorkerPool(threads)
         self._specs: dict[int, tuple[MlpSpec, dict[tuple[str, str], str]]] = {}
-        self._host_nbytes = 0
+        self._memory = HostMemory()
         self._old_cache_limit = mx.set_cache_limit(MLX_CACHE_NBYTES)
         self._old_device = mx.default_device()
         mx.set_default_device(mx.cpu)
 
     def allocate(self, nbytes: int, align: int) -> HostBuffer:
-        """Page-aligned anonymous memory; pages count only once they are filled."""
-        owner = mmap.mmap(-1, max(nbytes, 1))
-        self._host_nbytes += nbytes
-        return HostBuffer(np.frombuffer(owner, dtype=np.uint8, count=nbytes), owner)
+        """Page-aligned memory; pages count only once they are filled."""
+        array, piece = self._memory.take(nbytes)
+        return HostBuffer(array, piece)
 
     def free(self, buffer: HostBuffer) -> None:
-        """Unmapped when the last view dies."""
-        self._host_nbytes -= buffer.nbytes
-        buffer.owner = None
+        """The pages leave the process at once; no view of the buffer may be used any more."""
+        self._memory.give(buffer.owner, buffer.nbytes)
 
     def publish(self, mlp: ExpertMlp, read: GroupRead, buffer: HostBuffer) -> PublishedGroup:
         """Per-expert numpy views over the slot."""
@@ -113,7 +111,7 @@ class CpuBackend:
         """MLX's counters plus the slots, which MLX does not see."""
         report = mlx_memory()
         return MemoryReport(
-            report.active + self._host_nbytes, report.peak + self._host_nbytes, None
+            report.active + self._memory.nbytes, report.peak + self._memory.nbytes, None
         )
 
     def close(self) -> None:

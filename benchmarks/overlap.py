@@ -1,0 +1,137 @@
+"""Does reading hide behind computing? Three arms of one prefill, alternated in one run.
+
+read-only     the plan's reads through the staging ring, slots released at once
+compute-only  the same prefill with its slots served from memory (no reads)
+streamed      the real thing
+
+Prints streamed / max(read-only, compute-only) with median and spread, in a shape of your choice:
+many tokens make it compute-bound, few tokens or a throttled disk make it read-bound.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+
+from mlx_stream.backends.base import NoFence
+from mlx_stream.engine import Engine
+from mlx_stream.experts.staging import Slot, SlotState, StagingRing
+from mlx_stream.prefill.schedule import PrefillPlan
+from mlx_stream.runtime import load
+from mlx_stream.storage.read_plan import GroupRead, plan_group
+
+
+class PreloadedRing(StagingRing):
+    """Serves every group from memory that was filled before the clock started."""
+
+    def __init__(self, filled: dict[tuple[int, tuple[int, ...]], Slot]) -> None:
+        self._filled = filled
+        self._queue: list[GroupRead] = []
+        self.stall_seconds = 0.0
+
+    def enqueue(self, reads: object) -> None:
+        """Remember the order."""
+        self._queue.extend(reads)  # type: ignore[arg-type]
+
+    def next(self) -> Slot:
+        """The next group, already in memory."""
+        read = self._queue.pop(0)
+        slot = self._filled[read.layer, read.experts]
+        slot.state = SlotState.IN_USE
+        return slot
+
+    def release(self, slot: Slot, fence: object) -> None:
+        """Nothing is refilled."""
+
+    def drain(self) -> None:
+        """Nothing is in flight."""
+
+    def cancel(self) -> None:
+        """Nothing is in flight."""
+
+    def close(self) -> None:
+        """The memory belongs to the benchmark."""
+
+
+def reads_of(engine: Engine, plan: PrefillPlan) -> list[GroupRead]:
+    """Every group read of one pass, in order."""
+    reader = engine.reader
+    return [
+        plan_group(layer, range(a, b), align=reader.align, file_sizes=reader.file_sizes)
+        for layer, planned in zip(engine.index.layers, plan.layers, strict=True)
+        for a, b in planned.groups
+    ]
+
+
+def read_only(engine: Engine, plan: PrefillPlan) -> float:
+    """Seconds to pull one pass through the ring."""
+    ring = StagingRing(engine.backend, engine.reader, plan.slot_nbytes, plan.slots)
+    reads = reads_of(engine, plan)
+    started = time.perf_counter()
+    ring.enqueue(reads)
+    for _ in reads:
+        ring.release(ring.next(), NoFence())
+    seconds = time.perf_counter() - started
+    ring.close()
+    return seconds
+
+
+def preload(engine: Engine, plan: PrefillPlan) -> dict[tuple[int, tuple[int, ...]], Slot]:
+    """All experts in memory, one slot a group."""
+    filled = {}
+    for read in reads_of(engine, plan):
+        buffer = engine.backend.allocate(read.slot_nbytes, engine.reader.align)
+        engine.reader.submit(read.ops, buffer.array).wait()
+        filled[read.layer, read.experts] = Slot(buffer, read=read)
+    return filled
+
+
+def summary(values: list[float]) -> str:
+    """Median and range."""
+    return f"{statistics.median(values):7.2f} s  ({min(values):.2f} to {max(values):.2f})"
+
+
+@click.command(help=__doc__)
+@click.option("--model", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--tokens", default=2048, show_default=True)
+@click.option("--memory-budget", default="4GB", show_default=True)
+@click.option("--chunk-tokens", default=2048, show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+def main(model: Path, tokens: int, memory_budget: str, chunk_tokens: int, rounds: int) -> None:
+    """Run the three arms and print their ratio."""
+    ids = np.random.default_rng(0).integers(2, 1000, tokens)
+    arms: dict[str, list[float]] = {"read-only": [], "compute-only": [], "streamed": []}
+    with load(model, memory_budget=memory_budget, chunk_tokens=chunk_tokens) as runtime:
+        engine = runtime.engine
+        plan = engine.plan(tokens)
+        click.echo(str(plan))
+        filled = preload(engine, plan)
+        runtime.prefill(ids[:16])
+        for _ in range(rounds):
+            arms["read-only"].append(read_only(engine, plan))
+            ring = PreloadedRing(filled)
+            arms["compute-only"].append(engine.run_plan(plan, ids, ring=ring)[1].wall_seconds)
+            arms["streamed"].append(runtime.prefill(ids).receipt.wall_seconds)
+    report(arms, tokens)
+
+
+def report(arms: dict[str, list[float]], tokens: int) -> None:
+    """A table and one JSON line."""
+    ratios = [
+        s / max(r, c)
+        for r, c, s in zip(arms["read-only"], arms["compute-only"], arms["streamed"], strict=True)
+    ]
+    for name, values in arms.items():
+        click.echo(f"{name:<13} {summary(values)}")
+    ratio = statistics.median(ratios)
+    click.echo(f"streamed / max(read-only, compute-only): {ratio:.3f}")
+    click.echo(json.dumps({"tokens": tokens, "arms": arms, "ratio": ratio, "ratios": ratios}))
+
+
+if __name__ == "__main__":
+    main()
