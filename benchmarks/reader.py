@@ -1,16 +1,18 @@
 """How close the Reader comes to the disk: plain O_DIRECT loop against planned, threaded reads.
 
-Both arms read the same expert bytes of the same checkpoint without the page cache, alternating in
-one run so that a noisy machine hits both. Plain arm: one thread, preadv of one block after the
-other through the whole file, at its best block size. Reader arm: read groups of consecutive experts
-into a ring of two slots, as prefill does, every plane filled. Prints a table and one JSON line.
+All arms read the same expert bytes of the same checkpoint without the page cache, alternating
+layer by layer in one run so that a noisy machine hits all. Plain: one thread, preadv of one block
+after the other at its best block size, either into one block of memory, which stays in the CPU's
+cache and could not be used for anything, or round and round through as much memory as the Reader
+fills. Reader: groups of consecutive experts into two slots in turn, as prefill does, every plane
+filled. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import mmap
 import os
 import platform
 import random
@@ -30,9 +32,11 @@ from mlx_stream.storage.expert_index import ExpertIndex, build_expert_index
 from mlx_stream.storage.open_modes import open_file
 from mlx_stream.storage.read_plan import plan_group
 from mlx_stream.storage.reader import Reader, Ticket
+from mlx_stream.storage.slot_memory import allocate_slot
 
 MIB = 1 << 20
 Setting = tuple[int, int]  # (threads, largest op in MiB)
+HOT, RING = "plain, one block", "plain, same memory"
 EXPERTS, DIMS, HIDDEN, BITS, GROUP = 128, 2048, 768, 4, 64  # a 30B-A3B layer in 4 bits
 
 
@@ -71,20 +75,25 @@ def make_checkpoint(folder: Path, nbytes: int) -> None:
 
 
 class PlainArm:
-    """One thread, one preadv after the other."""
+    """One thread, one preadv after the other, into `ring` bytes of memory used in turn."""
 
-    def __init__(self, path: Path, block: int) -> None:
+    def __init__(self, path: Path, block: int, ring: int) -> None:
         self.file = open_file(path, "direct")
         if self.file.io_mode.startswith("buffered"):
             raise click.ClickException(f"no cache-bypassing reads here: {self.file.io_mode}")
-        self.buffer = memoryview(mmap.mmap(-1, block))
+        self.block = block
+        memory = allocate_slot(max(ring // block, 1) * block)
+        memory[:] = 0  # commit the pages before the clock runs
+        self.blocks = itertools.cycle(
+            [memory[at : at + block] for at in range(0, memory.nbytes, block)]
+        )
 
     def seconds(self, begin: int, end: int) -> float:
         """Time to read the blocks that cover [begin, end)."""
-        at = begin // len(self.buffer) * len(self.buffer)
+        at = begin // self.block * self.block
         began = time.perf_counter()
         while at < end:
-            at += os.preadv(self.file.fd, [self.buffer], at)
+            at += os.preadv(self.file.fd, [next(self.blocks)], at)
         return time.perf_counter() - began
 
     def close(self) -> None:
@@ -112,8 +121,9 @@ class ReaderArm:
             for layer in index.layers
         ]
         nbytes = max(p.slot_nbytes for plans in self.plans for p in plans)
-        # mmap memory is page aligned, which O_DIRECT needs.
-        self.slots = [np.frombuffer(mmap.mmap(-1, nbytes), np.uint8) for _ in range(2)]
+        self.slots = [allocate_slot(nbytes) for _ in range(2)]
+        for slot in self.slots:
+            slot[:] = 0  # commit the pages before the clock runs
 
     def seconds(self, layer: int) -> float:
         tickets: list[Ticket | None] = [None, None]
@@ -178,77 +188,58 @@ def best_block(path: Path, nbytes: int) -> int:
     best = {1: math.inf, 2: math.inf, 4: math.inf, 8: math.inf}
     for attempt in range(3):
         for mib in best:
-            arm = PlainArm(path, mib * MIB)
+            arm = PlainArm(path, mib * MIB, 0)
             begin = attempt * 256 * MIB % nbytes
             best[mib] = min(best[mib], arm.seconds(begin, min(begin + 256 * MIB, nbytes)))
             arm.close()
-    click.echo(
-        "plain loop, GB/s by MiB: " + "  ".join(f"{m}: {0.268 / s:.2f}" for m, s in best.items())
-    )
     return min(best, key=best.get)
 
 
 def compare(index: ExpertIndex, rounds: int, settings: list[Setting], group: int) -> None:
     """Arms alternate layer by layer: a disk that slows down for a second slows down all."""
     path = index.checkpoint.files[0].path
-    block = best_block(path, index.nbytes)
-    plain = PlainArm(path, block * MIB)
-    ours = {s: ReaderArm(index, s[0], s[1] * MIB, group) for s in settings}
-    arms: list[Setting | None] = [None, *settings]
-    seconds: dict[Setting | None, list[float]] = {arm: [0.0] * rounds for arm in arms}
+    block = best_block(path, index.nbytes) * MIB
+    ours = {
+        f"reader {t} threads, ops {m} MiB": ReaderArm(index, t, m * MIB, group) for t, m in settings
+    }
+    ring = sum(slot.nbytes for arm in ours.values() for slot in arm.slots) // len(ours)
+    plain = {HOT: PlainArm(path, block, 0), RING: PlainArm(path, block, ring)}
+    run = {name: arm.seconds for name, arm in ours.items()}
+    for name, arm in plain.items():
+        run[name] = lambda layer, arm=arm: arm.seconds(*layer_range(index, layer))
+    seconds = {name: [0.0] * rounds for name in run}
     shuffler = random.Random(0)
     for r in range(rounds):
         for layer in range(len(index.layers)):
             # Not in rotation: each arm must follow each other one equally often.
-            for arm in shuffler.sample(arms, len(arms)):
-                took = (
-                    plain.seconds(*layer_range(index, layer))
-                    if arm is None
-                    else ours[arm].seconds(layer)
-                )
-                seconds[arm][r] += took
-    read = {s: arm.reader.counters.bytes / (rounds * index.nbytes) for s, arm in ours.items()}
-    for arm in (plain, *ours.values()):
+            for name in shuffler.sample(list(run), len(run)):
+                seconds[name][r] += run[name](layer)
+    read = sum(arm.reader.counters.bytes for arm in ours.values())
+    amplification = read / (len(ours) * rounds * index.nbytes)
+    for arm in (*plain.values(), *ours.values()):
         arm.close()
-    report(index.nbytes, block, group, seconds, read)
+    click.echo(f"{index.nbytes / 1e9:.2f} GB, {group} experts a group, plain block {block} bytes")
+    report(index.nbytes, seconds, amplification)
 
 
-def report(
-    nbytes: int,
-    block: int,
-    group: int,
-    seconds: dict[Setting | None, list[float]],
-    read: dict[Setting, float],
-) -> None:
-    speed = {arm: [nbytes / s / 1e9 for s in took] for arm, took in seconds.items()}
-    ratio = {arm: [a / b for a, b in zip(speed[arm], speed[None], strict=True)] for arm in read}
-    rounds = len(speed[None])
-    click.echo(f"{nbytes / 1e9:.2f} GB of experts, {rounds} rounds; median (min .. max)")
-    click.echo(f"plain, 1 thread, {block} MiB        GB/s {median_and_spread(speed[None])}")
-    for threads, mib in read:
-        mine = (threads, mib)
-        click.echo(
-            f"reader, {threads} threads, {mib} MiB      GB/s {median_and_spread(speed[mine])}"
-        )
-        click.echo(f"                    reader/plain {median_and_spread(ratio[mine])}")
+def report(nbytes: int, seconds: dict[str, list[float]], amplification: float) -> None:
+    speed = {name: [nbytes / s / 1e9 for s in took] for name, took in seconds.items()}
+    rows = []
+    click.echo(f"{'median (min .. max)':32}{'GB/s':>24}{'/ ' + RING:>28}{'/ ' + HOT:>28}")
+    for name, values in speed.items():
+        ratios = [[a / b for a, b in zip(values, speed[base], strict=True)] for base in (RING, HOT)]
+        cells = [median_and_spread(v) for v in (values, *ratios)]
+        click.echo(f"{name:32}" + "".join(f"{c:>28}" for c in cells))
+        medians = [round(statistics.median(v), 3) for v in (values, *ratios)]
+        rows.append(dict(zip(("arm", "gbs", "vs_ring", "vs_hot"), (name, *medians), strict=True)))
+    machine = f"{platform.system()} {platform.machine()} {os.cpu_count()} cpu"
     result = {
         "bench": "reader",
-        "machine": f"{platform.system()} {platform.machine()} {os.cpu_count()} cpu",
+        "machine": machine,
         "gb": round(nbytes / 1e9, 3),
-        "rounds": rounds,
-        "group": group,
-        "plain_block_mib": block,
-        "plain_gbs": round(statistics.median(speed[None]), 3),
-        "reader": [
-            {
-                "threads": arm[0],
-                "op_mib": arm[1],
-                "gbs": round(statistics.median(speed[arm]), 3),
-                "ratio": round(statistics.median(ratio[arm]), 3),
-                "amplification": round(read[arm], 4),
-            }
-            for arm in read
-        ],
+        "rounds": len(next(iter(speed.values()))),
+        "amplification": round(amplification, 4),
+        "arms": rows,
     }
     click.echo(json.dumps(result))
 

@@ -241,13 +241,26 @@ class Engine:
         sampler: Sampler,
         processors: Sequence[LogitsProcessor] = (),
     ) -> Generator[tuple[int, mx.array], None, None]:
-        """Yield ``(token, logprobs [V])`` without end from where a prefill stopped."""
+        """Yield ``(token, logprobs [V])`` without end from where a prefill stopped.
+
+        A step that fails leaves the cache as it was before that step.
+
+        Raises:
+            FileChangedError, ReadError: the checkpoint changed or cannot be read.
+        """
         tokens = decode_tokens(
             self.model, result.cache, result.logits, prompt, sampler=sampler, processors=processors
         )
         while True:
-            with self.backend.compute_scope():
-                token = next(tokens)
+            snapshot, before = CacheSnapshot(result.cache, append_only=True), self.reader.counters
+            try:
+                with self.backend.compute_scope():
+                    token = next(tokens)
+                if self.reader.counters.calls != before.calls:
+                    self.reader.check_unchanged()
+            except BaseException:
+                snapshot.restore()
+                raise
             yield token
 
     @property

@@ -93,7 +93,7 @@ def _load_lazy(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str
                 "the checkpoint's tensors are not those of the model",
                 file=path,
                 expected="the tensors that mlx_lm's model definition names",
-                actual=text.splitlines()[0][:300],
+                actual=" ".join(text.split())[:300],
                 remedy="download the checkpoint again, or convert it with mlx_lm.convert",
             ) from error
         raise UnsupportedModelError(
@@ -103,6 +103,16 @@ def _load_lazy(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str
             remedy="check model_type; --trust-remote-code runs a repository's own model code",
         ) from error
     except (KeyError, TypeError) as error:
+        key = error.args[0] if isinstance(error, KeyError) and error.args else None
+        if isinstance(key, str) and key.endswith((".weight", ".scales", ".biases")):
+            raise MissingTensorError(
+                "a tensor that the model needs is in no file of the checkpoint",
+                file=path,
+                tensor=key,
+                expected="in a shard, next to its scales",
+                actual="missing",
+                remedy="download the checkpoint again, or convert it with mlx_lm.convert",
+            ) from error
         raise UnsupportedModelError(
             "config.json does not describe a model that mlx_lm can build",
             file=path / "config.json",

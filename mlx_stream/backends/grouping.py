@@ -60,15 +60,9 @@ def group_by_expert(indices: Sequence[np.ndarray], num_experts: int, layer: str)
     Raises:
         TensorFormatError: a router chose an expert that does not exist.
     """
-    flat = np.concatenate([chunk.reshape(-1) for chunk in indices]).astype(np.int32, copy=False)
-    if flat.size and (flat.min() < 0 or flat.max() >= num_experts):
-        raise TensorFormatError(
-            "the router chose an expert that the checkpoint does not have",
-            tensor=layer,
-            expected=f"expert ids in 0..{num_experts - 1}",
-            actual=f"{int(flat.min())}..{int(flat.max())}",
-            remedy="check num_experts in config.json against the expert tensors",
-        )
+    flat = np.concatenate([chunk.reshape(-1) for chunk in indices])
+    check_expert_ids(flat, num_experts, layer)
+    flat = flat.astype(np.int32, copy=False)
     counts = np.bincount(flat, minlength=num_experts)
     starts = np.cumsum([0, *(len(chunk) for chunk in indices)])
     return Routing(
@@ -77,3 +71,15 @@ def group_by_expert(indices: Sequence[np.ndarray], num_experts: int, layer: str)
         top_k=int(indices[0].shape[1]),
         chunk_starts=starts,
     )
+
+
+def check_expert_ids(ids: np.ndarray, num_experts: int, layer: str) -> None:
+    """Raise TensorFormatError if an id is outside ``[0, num_experts)``."""
+    if ids.size and (ids.min() < 0 or ids.max() >= num_experts):
+        raise TensorFormatError(
+            "the router chose an expert that the checkpoint does not have",
+            tensor=layer,
+            expected=f"expert ids in 0..{num_experts - 1}",
+            actual=f"{int(ids.min())}..{int(ids.max())}",
+            remedy="check num_experts in config.json against the expert tensors",
+        )

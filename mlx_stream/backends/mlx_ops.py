@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_stream.backends.base import ChunkInput, ExpertMlp, Fence, PublishedGroup
+from mlx_stream.backends.grouping import check_expert_ids
 from mlx_stream.errors import TensorFormatError
 from mlx_stream.storage.read_plan import GroupRead
 
@@ -123,6 +124,8 @@ class MlxLayerComputation:
     """
 
     def __init__(self, mlp: ExpertMlp, chunks: Sequence[ChunkInput]) -> None:
+        for chunk in chunks:
+            check_expert_ids(chunk.indices, mlp.layer.num_experts, mlp.layer.name)
         self._mlp = mlp
         self._chunks = list(chunks)
         self._outputs: list[mx.array] = [self._empty(c) for c in chunks]

@@ -54,6 +54,8 @@ class ExactExecutor:
         if hits:
             computation.add([record.published for record in hits]).wait()
         pinned.clear()
+        if not pending:  # the hits may have held every slot
+            pending = self._start(mlp, misses, pinned)
         while pending:
             started = time.perf_counter()
             for record in pending:

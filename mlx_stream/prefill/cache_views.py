@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, QuantizedKVCache
 
 _VIEW_CLASSES: dict[type, type] = {}
+# They write at their offset only, and never read at or past it.
+_APPENDING = (KVCache, QuantizedKVCache, ChunkedKVCache)
 
 
 def cache_view(cache: Any, start: int) -> Any:
@@ -105,10 +107,22 @@ class CacheSnapshot:
     """Puts a prompt cache back to how it was, for requests that fail half way.
 
     Holds aliases of the arrays: MLX copies on the first in-place write while an alias lives.
+
+    Args:
+        append_only: what follows only appends to plain caches, as a decode step does. Their offset
+            alone then undoes it, and a step does not copy the whole cache.
     """
 
-    def __init__(self, cache: Any) -> None:
-        self._saved = [(leaf, _alias(leaf.__dict__)) for leaf in cache_leaves(cache)]
+    def __init__(self, cache: Any, *, append_only: bool = False) -> None:
+        self._saved = [
+            (
+                leaf,
+                dict(leaf.__dict__)
+                if append_only and type(leaf) in _APPENDING
+                else _alias(leaf.__dict__),
+            )
+            for leaf in cache_leaves(cache)
+        ]
 
     def restore(self) -> None:
         """Undo everything that happened to the cache since the snapshot."""

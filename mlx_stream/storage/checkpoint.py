@@ -40,6 +40,7 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: Path, status: os.stat_result) -> FileIdentity:
+        """The identity that `status`, a stat of `path` or of its descriptor, shows."""
         return cls(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
     def matches(self, status: os.stat_result) -> bool:

@@ -55,6 +55,7 @@ def _open_checked(identity: FileIdentity, io: IoChoice) -> OpenFile:
 
 
 def close_all(files: Sequence[OpenFile]) -> None:
+    """Close the descriptors; nobody may be reading from them."""
     for file in files:
         os.close(file.fd)
 

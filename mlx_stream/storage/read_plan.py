@@ -119,7 +119,10 @@ def plan_group(
 
 
 def slot_capacity(index: ExpertIndex, group_size: int, align: int) -> int:
-    """Largest slot_nbytes when every layer is read in consecutive groups of `group_size`."""
+    """A slot size that holds any `group_size` experts of any layer, consecutive or scattered.
+
+    An upper bound in closed form: at most two blocks of padding for each expert's each tensor.
+    """
     if group_size < 1:
         raise ValueError(f"group_size must be positive, not {group_size}")
     return max(_layer_capacity(layer, group_size, align) for layer in index.layers)
@@ -129,12 +132,7 @@ def _layer_capacity(layer: ExpertLayer, group_size: int, align: int) -> int:
     group = min(group_size, layer.num_experts)
     if align == 1:  # the place in the file does not matter
         return _planar_size(layer, group)
-    starts = range(0, layer.num_experts, group)
-    ends = (min(s + group, layer.num_experts) for s in starts)
-    return max(
-        _image_size(_regions(layer, tuple(range(s, e)), align), align)
-        for s, e in zip(starts, ends, strict=True)
-    )
+    return group * sum(_round_up(t.nbytes, align) + align for t in layer.tensors)
 
 
 def _check_experts(layer: ExpertLayer, experts: Sequence[int]) -> tuple[int, ...]:
@@ -184,10 +182,6 @@ def _images(
         for t in layer.tensors
     )
     return planes, spans, _round_up(slot, max(align, PLANE_ALIGN))
-
-
-def _image_size(regions: Iterable[_Span], align: int) -> int:
-    return _round_up(sum(r.nbytes for r in regions), max(align, PLANE_ALIGN))
 
 
 def _regions(layer: ExpertLayer, ids: tuple[int, ...], align: int) -> list[_Span]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,7 @@ class FailingReads:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def install_fault(
-    monkeypatch: pytest.MonkeyPatch, fault: Callable[[int, int, int], None]
-) -> None:
+def install_fault(monkeypatch: pytest.MonkeyPatch, fault: Callable[[int, int, int], None]) -> None:
     """Runtimes loaded from now on read through `fault`."""
     monkeypatch.setattr("mlx_stream.engine.Reader", partial(Reader, fault=fault))
 
@@ -210,6 +209,30 @@ def open_files(folder: Path | None = None) -> list[str]:
         if target.startswith(str(folder) if folder else "/") and not target.startswith("/dev/"):
             found.append(target)
     return sorted(found)
+
+
+@dataclass
+class Caught:
+    """What a `fails` block raised, without the frames that would keep its arrays alive."""
+
+    error: Any = None
+
+
+@contextmanager
+def fails(kind: type[BaseException], seconds: float = 60.0) -> Iterator[Caught]:
+    """The block raises `kind` within `seconds`, and leaves no thread of ours and no file open."""
+    caught = Caught()
+    with nothing_left(seconds):
+        try:
+            yield caught
+        except kind as error:
+            link: BaseException | None = error
+            while link is not None:
+                link.__traceback__ = None
+                link = link.__cause__ or link.__context__
+            caught.error = error
+    if caught.error is None:
+        pytest.fail(f"{kind.__name__} was not raised")
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_stream.backends.cpu.arrays import as_numpy, empty_array, evaluated
 from mlx_stream.backends.cpu.gemm import Arena, blocks
-from mlx_stream.backends.cpu.linear import empty_array
 from mlx_stream.backends.cpu.pool import WorkerPool
 
 MIN_QUERIES = 16  # fewer: MLX's own path is as fast
@@ -69,10 +69,11 @@ def _supported(q: mx.array, k: mx.array, v: mx.array, mask: Any, sinks: mx.array
     if q.ndim != 4 or q.shape[2] < MIN_QUERIES or q.shape[1] % k.shape[1]:
         return False
     if isinstance(mask, str):
-        return mask == "causal" and q.shape[2] <= k.shape[2]
-    if mask is None:
-        return True
-    return isinstance(mask, mx.array) and mask.dtype in (mx.bool_, mx.float32)
+        return mask == "causal" and q.shape[2] <= k.shape[2] and evaluated(q, k, v, sinks)
+    if mask is not None and not isinstance(mask, mx.array):
+        return False
+    known = mask is None or mask.dtype in (mx.bool_, mx.float32)
+    return known and evaluated(q, k, v, mask, sinks)
 
 
 @dataclass(frozen=True)
@@ -108,19 +109,19 @@ def _attend(
     result, view = empty_array((batch, queries, heads, v.shape[-1]))
     array_mask = None
     if isinstance(mask, mx.array):
-        array_mask = np.array(mask, copy=False)
+        array_mask = as_numpy(mask)
         array_mask = array_mask.reshape((1,) * (4 - array_mask.ndim) + array_mask.shape)
         shape = (*array_mask.shape[:2], queries, k.shape[2])
         array_mask = np.broadcast_to(array_mask, shape)
     problem = _Problem(
-        q=np.array(q, copy=False),
-        k=np.array(k, copy=False),
-        v=np.array(v, copy=False),
+        q=as_numpy(q),
+        k=as_numpy(k),
+        v=as_numpy(v),
         out=view.transpose(0, 2, 1, 3),
         scale=np.float32(scale),
         causal=isinstance(mask, str),
         mask=array_mask,
-        sinks=None if sinks is None else np.array(sinks, copy=False),
+        sinks=None if sinks is None else as_numpy(sinks),
     )
     size = max(1, SCORE_ROWS // problem.shared)
     tasks = [

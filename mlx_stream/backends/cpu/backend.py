@@ -27,6 +27,7 @@ from mlx_stream.backends.base import (
 )
 from mlx_stream.backends.cpu.activations import resolve_activation
 from mlx_stream.backends.cpu.attention import attention_override
+from mlx_stream.backends.cpu.gemm import ROW_BLOCK
 from mlx_stream.backends.cpu.grouped_mlp import (
     ExpertJob,
     ExpertWeights,
@@ -176,7 +177,12 @@ class CpuLayerComputation:
             for expert, weights in zip(group.experts, group.weights, strict=True):
                 if expert in self._pending:
                     self._pending.discard(expert)
-                    jobs.append(self._job(expert, weights))
+                    rows = self._routing.rows(expert)
+                    # Blocks bound the scratch when a router sends everything to one expert.
+                    jobs += [
+                        self._job(rows[i : i + ROW_BLOCK], weights)
+                        for i in range(0, len(rows), ROW_BLOCK)
+                    ]
         if jobs:
             grouped_mlp(jobs, self._spec, self._dtypes, self._pool)
         return NoFence()
@@ -191,8 +197,7 @@ class CpuLayerComputation:
             for y, dtype in zip(self._outputs, self._out_dtypes, strict=True)
         ]
 
-    def _job(self, expert: int, weights: ExpertWeights) -> ExpertJob:
-        rows = self._routing.rows(expert)
+    def _job(self, rows: np.ndarray, weights: ExpertWeights) -> ExpertJob:
         tokens, places = np.divmod(rows, self._routing.top_k)
         slices = self._routing.chunk_slices(tokens)
         starts = self._routing.chunk_starts

@@ -108,14 +108,18 @@ def _unpack_odd(data: np.ndarray, bits: int, out: np.ndarray) -> None:
 
     data: uint8 [n, in * bits / 8].
     """
-    pack_bytes = 5 if bits == 5 else 3
-    per_pack = 8 * pack_bytes // bits
-    packs = data.reshape(data.shape[0], -1, pack_bytes)
-    word = np.uint64 if bits == 5 else np.uint32
-    stream = packs[..., 0].astype(word)
-    for byte in range(1, pack_bytes):
-        stream |= packs[..., byte].astype(word) << word(8 * byte)
-    values = out.reshape(*stream.shape, per_pack)
+    pack_bytes, word = (5, np.uint64) if bits == 5 else (3, np.uint32)
+    stream = byte_packs(data, pack_bytes, word)
+    values = out.reshape(*stream.shape, -1)
     mask = word((1 << bits) - 1)
-    for lane in range(per_pack):
+    for lane in range(8 * pack_bytes // bits):
         np.copyto(values[..., lane], (stream >> word(bits * lane)) & mask, casting="unsafe")
+
+
+def byte_packs(data: np.ndarray, size: int, word: type[np.unsignedinteger]) -> np.ndarray:
+    """Every `size` bytes of data [n, bytes] as one little-endian integer [n, bytes / size]."""
+    packs = data.reshape(data.shape[0], -1, size)
+    stream = packs[..., 0].astype(word)
+    for byte in range(1, size):
+        stream |= packs[..., byte].astype(word) << word(8 * byte)
+    return stream

@@ -41,11 +41,13 @@ class Arena:
         self._used = 0
 
     def float32(self, shape: tuple[int, ...]) -> np.ndarray:
+        """The next piece as float32; valid until :meth:`reset`."""
         nbytes = 4 * int(np.prod(shape))
         start, self._used = self._used, self._used + -(-nbytes // 64) * 64
         return self._memory[start : start + nbytes].view(np.float32).reshape(shape)
 
     def reset(self) -> None:
+        """Start over: the pieces handed out before are no longer valid."""
         self._used = 0
 
 

@@ -27,7 +27,7 @@ from mlx_stream.backends.cpu.gemm import (
     padded,
     row_stride,
 )
-from mlx_stream.backends.cpu.operand import Layout, fill_activation
+from mlx_stream.backends.cpu.operand import PADDING, TRANSPOSE_BLOCK, Layout, fill_activation
 from mlx_stream.backends.cpu.pool import WorkerPool
 
 ExpertWeights = Mapping[tuple[str, str], np.ndarray]
@@ -106,7 +106,9 @@ def scratch_nbytes(spec: MlpSpec, threads: int, max_rows: int = ROW_BLOCK) -> in
     Every job in flight has x/y [R, D], and its working set is bounded by ROW_BLOCK rows.
     """
     rows = min(max_rows, ROW_BLOCK)
-    working = _Block.nbytes(spec, rows) + _weight_scratch_nbytes(spec)
+    # Temporaries inside numpy and while transposing are no larger than these once more.
+    transient = 8 * rows * (TRANSPOSE_BLOCK + PADDING) + _weight_scratch_nbytes(spec)
+    working = _Block.nbytes(spec, rows) + _weight_scratch_nbytes(spec) + transient
     return (threads + 1) * (working + 4 * max_rows * spec.input_dims)
 
 

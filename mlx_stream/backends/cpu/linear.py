@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_stream.backends.cpu.arrays import as_numpy, empty_array, evaluated
 from mlx_stream.backends.cpu.gemm import (
     W_BLOCK_ROWS,
     Arena,
@@ -38,18 +39,6 @@ _DTYPE_NAMES = {
     mx.uint32: "U32",
     mx.uint8: "U8",
 }
-
-
-def as_numpy(array: mx.array) -> np.ndarray:
-    """Zero-copy view of an evaluated array; bf16 as uint16. Evaluates it."""
-    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
-
-
-def empty_array(shape: tuple[int, ...]) -> tuple[mx.array, np.ndarray]:
-    """A float32 mx.array and the writable numpy view to fill it through."""
-    array = mx.zeros(shape, mx.float32)
-    mx.eval(array)
-    return array, np.array(array, copy=False)
 
 
 class BlasLinear(nn.Module):
@@ -78,11 +67,11 @@ class BlasLinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """x: [..., K] -> [..., N]."""
         rows = x.size // max(1, x.shape[-1])
-        if rows < self._min_rows or x.dtype != mx.float32:
+        if rows < self._min_rows or x.dtype != mx.float32 or not evaluated(x):
             return self.inner(x)
         bound = self._weights()
         projection = bound.projection
-        x_rows = np.array(x, copy=False).reshape(rows, projection.input_dims)
+        x_rows = as_numpy(x).reshape(rows, projection.input_dims)
         y, y_view = empty_array((*x.shape[:-1], projection.output_dims))
         y_rows = y_view.reshape(rows, projection.output_dims)
         run = _apply_direct if rows >= DIRECT_ROWS else _apply_transposed

@@ -11,6 +11,8 @@ from collections import defaultdict
 
 import numpy as np
 
+from mlx_stream.storage.slot_memory import map_huge
+
 ARENA_NBYTES = 64 << 20
 PAGE_NBYTES = 4096
 
@@ -36,6 +38,7 @@ class HostMemory:
         size = _page_round(nbytes)
         arena, offset = piece
         if hasattr(mmap, "MADV_DONTNEED"):
+            # madvise takes whole pages: the start of a piece is one, see _page_round.
             arena.madvise(mmap.MADV_DONTNEED, offset, size)
         self._free[size].append(piece)
         self.nbytes -= size
@@ -43,11 +46,9 @@ class HostMemory:
     def _grow(self, size: int) -> None:
         """Map an arena of pieces; pages count only once they are touched."""
         count = max(1, ARENA_NBYTES // size)
-        arena = mmap.mmap(-1, count * size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            arena.madvise(mmap.MADV_HUGEPAGE)
+        arena, start = map_huge(count * size)
         # Taken from the end, so the first pieces handed out are the lowest.
-        self._free[size].extend((arena, i * size) for i in reversed(range(count)))
+        self._free[size].extend((arena, start + i * size) for i in reversed(range(count)))
 
 
 def _page_round(nbytes: int) -> int:

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_stream.backends.cpu.dequant import Spec, dequantize, group_scales, unpack
+from mlx_stream.backends.cpu.dequant import Spec, byte_packs, dequantize, group_scales, unpack
 from mlx_stream.backends.cpu.formats import to_float32
 
-UNIT_BITS = 16
+# Codes of these widths are unpacked by planes, from storage units of so many bits.
+_UNIT_BITS = {1: 16, 2: 16, 4: 16, 3: 24, 6: 24}
 PADDING = 16  # float32 elements: one cache line
 TRANSPOSE_BLOCK = 512  # inputs at a time; a multiple of every group size and plane count
 
@@ -54,9 +55,8 @@ def layout_of(spec: Spec, input_dims: int) -> Layout:
     """The layout used for weights packed as `spec` says."""
     if spec.mode != "affine":
         return Layout(input_dims, 1, 0, 0)
-    if UNIT_BITS % spec.bits or spec.bits == 8:
-        return Layout(input_dims, 1, 0, spec.group_size)
-    return Layout(input_dims, UNIT_BITS // spec.bits, spec.bits, spec.group_size)
+    unit_bits = _UNIT_BITS.get(spec.bits, spec.bits)
+    return Layout(input_dims, unit_bits // spec.bits, spec.bits, spec.group_size)
 
 
 def fill_activation(layout: Layout, x: np.ndarray, out: np.ndarray) -> None:
@@ -124,14 +124,22 @@ def _fill_planes(
     copies do not care. So planes are computed in contiguous scratch and copied into place.
     """
     rows, dims = len(weight), layout.plane_dims
-    units = np.ascontiguousarray(weight).view(np.uint16)  # [n, dims]
-    spread, values, masked = scratch.reshape(3, -1)[:, : rows * dims].reshape(3, rows, dims)
-    masked = masked.view(np.uint16).reshape(2, rows, dims)[0]
+    units = _units(layout, np.ascontiguousarray(weight))  # [n, dims]
+    spread, values, memory = scratch.reshape(3, rows, dims)
+    masked = memory.reshape(-1).view(units.dtype)[: units.size].reshape(rows, dims)
+    signed = masked.view(np.int32) if masked.itemsize == 4 else masked  # converts faster
     np.copyto(spread.reshape(rows, layout.groups, -1), scales[..., None])
     planes = out.reshape(rows, layout.planes, dims)
     for plane in range(layout.planes):
-        mask = np.uint16(((1 << layout.plane_bits) - 1) << (layout.plane_bits * plane))
-        np.bitwise_and(units, mask, out=masked)
-        np.copyto(values, masked)
+        mask = ((1 << layout.plane_bits) - 1) << (layout.plane_bits * plane)
+        np.bitwise_and(units, units.dtype.type(mask), out=masked)
+        np.copyto(values, signed, casting="unsafe")
         np.multiply(values, spread, out=values)
         np.copyto(planes[:, plane], values)
+
+
+def _units(layout: Layout, weight: np.ndarray) -> np.ndarray:
+    """The storage units of packed rows [n, words]: uint16, or uint32 that hold 24 bits each."""
+    if layout.planes * layout.plane_bits == 16:
+        return weight.view(np.uint16)
+    return byte_packs(weight.view(np.uint8), 3, np.uint32)

@@ -122,6 +122,19 @@ def test_everything_else_goes_to_the_original(pool, monkeypatch):
         mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask="diagonal")
 
 
+def test_inside_compile(pool):
+    arrays = inputs()
+
+    @mx.compile
+    def compiled(q, k, v):
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask="causal")
+
+    with attention_override(pool):
+        actual = compiled(*arrays)
+    expected = ORIGINAL(*arrays, scale=0.3, mask="causal")
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
 def test_restored_after_nesting_and_errors(pool):
     with attention_override(pool):
         outer = mx.fast.scaled_dot_product_attention

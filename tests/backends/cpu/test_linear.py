@@ -62,6 +62,12 @@ def test_other_dtypes_and_empty_inputs_go_to_the_original(pool):
     assert blas(mx.zeros((0, 192))).shape == (0, 300)
 
 
+def test_inside_compile(pool):
+    blas = BlasLinear(layer(None), pool)
+    x = mx.random.normal((8, 192))
+    np.testing.assert_allclose(mx.compile(lambda x: blas(x))(x), blas.inner(x), atol=1e-5)
+
+
 def test_a_replaced_parameter_is_seen(pool):
     blas = BlasLinear(layer(None), pool)
     x = mx.random.normal((8, 192))
