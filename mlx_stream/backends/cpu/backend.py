@@ -27,6 +27,7 @@ from mlx_stream.backends.base import (
 )
 from mlx_stream.backends.cpu.activations import resolve_activation
 from mlx_stream.backends.cpu.attention import attention_override
+from mlx_stream.backends.cpu.elementwise import elementwise_override
 from mlx_stream.backends.cpu.gemm import ROW_BLOCK
 from mlx_stream.backends.cpu.grouped_mlp import (
     ExpertJob,
@@ -99,8 +100,8 @@ class CpuBackend:
 
     @contextmanager
     def compute_scope(self) -> Iterator[None]:
-        """Long attention through BLAS while the model runs."""
-        with attention_override(self._pool):
+        """Long attention, norms and rotary embeddings through numpy while the model runs."""
+        with attention_override(self._pool), elementwise_override(self._pool):
             yield
 
     def scratch_nbytes(self, mlps: Sequence[ExpertMlp]) -> int:

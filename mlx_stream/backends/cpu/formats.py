@@ -62,13 +62,14 @@ def to_float32(array: np.ndarray, dtype: str, out: np.ndarray | None = None) -> 
 
     dtype: the safetensors name. Without `out`, an aligned float32 input is returned as it is.
     """
-    if dtype == "BF16":
-        if out is None:
-            out = np.empty(array.shape, np.float32)
-        bits = out.view(np.uint32)
-        np.copyto(bits, array)
-        np.left_shift(bits, 16, out=bits)
+    if dtype == "BF16" and out is not None and out.flags.c_contiguous:
+        np.copyto(out.view(np.uint32), array)
+        np.left_shift(out.view(np.uint32), 16, out=out.view(np.uint32))
         return out
+    if dtype == "BF16":  # a strided target is slow for ufuncs: shift first, copy after
+        bits = array.astype(np.uint32)
+        np.left_shift(bits, 16, out=bits)
+        array, dtype = bits.view(np.float32), "F32"
     if dtype not in ("F32", "F16"):
         raise ValueError(f"expected a float tensor (F32, F16, BF16), got {dtype}")
     if out is not None:

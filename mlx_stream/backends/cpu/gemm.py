@@ -5,6 +5,7 @@ The choices here (block sizes, memory order by row count) were measured with Ope
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +43,7 @@ class Arena:
 
     def float32(self, shape: tuple[int, ...]) -> np.ndarray:
         """The next piece as float32; valid until :meth:`reset`."""
-        nbytes = 4 * int(np.prod(shape))
+        nbytes = 4 * math.prod(shape)
         start, self._used = self._used, self._used + -(-nbytes // 64) * 64
         return self._memory[start : start + nbytes].view(np.float32).reshape(shape)
 

@@ -68,7 +68,7 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class ExpertJob:
-    """One expert and the rows routed to it. load and store run on worker threads: numpy only."""
+    """One expert and the rows routed to it. load and store may run on workers: numpy only."""
 
     weights: ExpertWeights
     rows: int  # R

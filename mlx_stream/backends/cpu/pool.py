@@ -58,10 +58,12 @@ class _Run:
         self.results: dict[int, Any] = {}
         self.consuming = False
         self.error: BaseException | None = None
-        self.workers = threads  # workers that have not yet left this run
+        self.active = 0  # workers inside `work`
 
     def work(self) -> None:
         """A worker's share: items until none is left or one failed."""
+        with self.changed:
+            self.active += 1
         try:
             while (index := self._take()) is not None:
                 self._deliver(index, self.fn(self.items[index]))
@@ -69,7 +71,7 @@ class _Run:
             self.cancel(error)
         finally:
             with self.changed:
-                self.workers -= 1
+                self.active -= 1
                 self.changed.notify_all()
 
     def cancel(self, error: BaseException) -> None:
@@ -80,9 +82,9 @@ class _Run:
             self.changed.notify_all()
 
     def wait(self) -> None:
-        """Return when no worker is in this run."""
+        """Return when the run is over and no worker is in it; one that comes later does nothing."""
         with self.changed:
-            while self.workers:
+            while self.active or not (self.error or self.consumed == len(self.items)):
                 self.changed.wait()
 
     def _take(self) -> int | None:
