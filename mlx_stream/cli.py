@@ -9,8 +9,16 @@ from mlx_stream.config import format_bytes
 from mlx_stream.generate import generate
 from mlx_stream.terminal import run_command
 
+EXAMPLES = """
+\b
+Examples:
+  mlx_stream generate --prompt "In the beginning"
+  mlx_stream info ./checkpoint
+  mlx_stream plan ./checkpoint --prompt-tokens 8192 --memory-budget 8GB
+"""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mlx_stream")
 def cli() -> None:
     """Run Mixture-of-Experts models larger than memory by streaming their experts."""
@@ -42,7 +50,15 @@ def plan(
     )
 
 
-@cli.command()
+INFO_EXAMPLES = """
+\b
+Examples:
+  mlx_stream info
+  mlx_stream info mlx-community/Qwen3-30B-A3B-4bit
+"""
+
+
+@cli.command(epilog=INFO_EXAMPLES)
 @click.argument("model", required=False)
 def info(model: str | None) -> None:
     """Show what a checkpoint holds: expert layers, sizes, quantization."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,8 +75,21 @@ class GenerateOptions:
 )
 @click.option("--system-prompt", help="System message for the chat template.")
 @click.option("--prefill-response", help="Beginning of the answer, put into the chat template.")
-@click.option("--max-tokens", "-m", default=100, show_default=True, help="-1: no limit.")
-@click.option("--temp", default=0.0, show_default=True, help="Sampling temperature; 0 is greedy.")
+@click.option(
+    "--max-tokens",
+    "-m",
+    type=click.IntRange(min=-1),
+    default=100,
+    show_default=True,
+    help="-1: no limit.",
+)
+@click.option(
+    "--temp",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Sampling temperature; 0 is greedy.",
+)
 @click.option("--top-p", default=1.0, show_default=True, help="Nucleus sampling.")
 @click.option("--min-p", default=0.0, show_default=True, help="Least share of the top token.")
 @click.option("--top-k", default=0, show_default=True, help="Sample among the k likeliest.")
@@ -124,6 +136,9 @@ def generate(**flags: Any) -> None:
 
 
 def _generate(options: GenerateOptions) -> None:
+    if options.max_tokens == 0:
+        raise click.UsageError("--max-tokens must be at least 1, or -1 for no limit.")
+    _check_receipt_folder(options)
     text = _read_prompt(options)
     import mlx.core as mx
 
@@ -170,8 +185,9 @@ def _encode(runtime: Runtime, options: GenerateOptions, text: str) -> list[int]:
     for token in options.extra_eos_token:
         if tokenizer is not None:
             tokenizer.add_eos_token(token)
-    templated = tokenizer is not None and tokenizer.has_chat_template
-    if options.ignore_chat_template or not templated:
+    if tokenizer is None:
+        return _token_ids(text)
+    if options.ignore_chat_template or not tokenizer.has_chat_template:
         return runtime.encode(text)
     messages = [] if options.system_prompt is None else [_message("system", options.system_prompt)]
     messages.append(_message("user", text))
@@ -180,6 +196,19 @@ def _encode(runtime: Runtime, options: GenerateOptions, text: str) -> list[int]:
         messages.append(_message("assistant", options.prefill_response))
         template |= {"continue_final_message": True, "add_generation_prompt": False}
     return runtime.encode(messages, **template)
+
+
+def _token_ids(text: str) -> list[int]:
+    """A folder without a tokenizer takes its prompt as token ids, and answers with them."""
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise MlxStreamError(
+            "the model folder has no tokenizer, so text cannot be encoded",
+            expected="token ids, such as --prompt '1 2 3'",
+            actual=repr(text if len(text) <= 40 else text[:40] + "..."),
+            remedy="add tokenizer.json to the model folder, or pass token ids",
+        ) from error
 
 
 def _message(role: str, content: str) -> dict[str, str]:
@@ -237,25 +266,37 @@ def _sampler(runtime: Runtime, options: GenerateOptions) -> Any:
     )
 
 
+def _check_receipt_folder(options: GenerateOptions) -> None:
+    """Before any work: minutes later would be too late to say so."""
+    if options.receipt is None:
+        return
+    folder = options.receipt.absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise _receipt_error(options.receipt, "no such folder, or it is not writable")
+
+
 def _write_receipt(runtime: Runtime, options: GenerateOptions) -> None:
     """Atomically, so that a reader never sees half a receipt."""
     if options.receipt is None or runtime.last_receipt is None:
         return
     target = options.receipt.absolute()
-    text = json.dumps(runtime.last_receipt.as_dict(), indent=2) + "\n"
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=target.parent, prefix=target.name, suffix=".tmp", delete=False
-        ) as file:
-            file.write(text)
-        os.replace(file.name, target)
+        temporary.write_text(json.dumps(runtime.last_receipt.as_dict(), indent=2) + "\n")
+        os.replace(temporary, target)
     except OSError as error:
-        raise MlxStreamError(
-            "the receipt cannot be written",
-            file=target,
-            actual=str(error),
-            remedy="choose a writable folder for --receipt",
-        ) from error
+        raise _receipt_error(target, str(error)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _receipt_error(target: Path, actual: str) -> MlxStreamError:
+    return MlxStreamError(
+        "the receipt cannot be written",
+        file=target,
+        actual=actual,
+        remedy="choose a writable folder for --receipt",
+    )
 
 
 def main() -> None:

@@ -14,13 +14,14 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from mlx_stream.backends.base import Backend
 from mlx_stream.budget import MemoryBudget
-from mlx_stream.errors import MissingTensorError, UnsupportedModelError
+from mlx_stream.errors import MissingTensorError, ReadError, UnsupportedModelError
 from mlx_stream.experts.combine_probe import probe_combination
 from mlx_stream.experts.streamed_experts import (
     ExecutorSlot,
     StreamedExperts,
     install_streamed_experts,
 )
+from mlx_stream.planner.fit import DIRECT_ALIGN, Traits, require_room
 from mlx_stream.planner.model_shape import ModelShape, model_shape
 from mlx_stream.storage.expert_index import ExpertIndex
 
@@ -61,7 +62,8 @@ def load_streamed_model(
     """Build the model lazily, swap the switch layers, then evaluate what stays resident.
 
     Raises:
-        BudgetError: the resident weights alone exceed the budget; nothing was evaluated.
+        BudgetError: the budget fits no prompt, however short; nothing was evaluated.
+        ReadError: a resident weight cannot be read.
         UnsupportedModelError: mlx-lm cannot build this model.
         MissingTensorError: the model needs a tensor the checkpoint lacks.
     """
@@ -71,15 +73,15 @@ def load_streamed_model(
     streamed = install_streamed_experts(model, index, slot)
     _cast(model, backend.compute_dtype)
     nbytes = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
-    budget.reserve("resident weights", nbytes)
-    for _, module in model.named_modules():
-        mx.eval([p for p in module.values() if isinstance(p, mx.array)])
-    mx.eval(model.parameters())
-    model.eval()
-    shape = model_shape(config, index)
-    dtype = backend.compute_dtype or _float_dtype(model)
-    combined = probe_combination(model, streamed, slot, hidden=shape.hidden, dtype=dtype)
     used = replace(index, layers=tuple(s.mlp.layer for s in streamed))
+    shape = model_shape(config, used)
+    dtype = backend.compute_dtype or _float_dtype(model)
+    scratch = backend.scratch_nbytes([s.mlp for s in streamed])
+    require_room(used, shape, Traits(dtype.size, nbytes, scratch, DIRECT_ALIGN), budget.total)
+    budget.reserve("resident weights", nbytes)
+    _read_resident(model, path)
+    model.eval()
+    combined = probe_combination(model, streamed, slot, hidden=shape.hidden, dtype=dtype)
     return LoadedModel(model, config, used, streamed, slot, combined, nbytes, dtype, shape)
 
 
@@ -120,6 +122,23 @@ def _load_lazy(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str
             remedy="download config.json again",
         ) from error
     return model, config
+
+
+def _read_resident(model: nn.Module, path: Path) -> None:
+    """Evaluate module by module, so that the files' own dtypes exist for one module at a time."""
+    for name, module in model.named_modules():
+        try:
+            mx.eval([p for p in module.values() if isinstance(p, mx.array)])
+        except RuntimeError as error:
+            raise ReadError(
+                "the resident weights cannot be read",
+                file=path,
+                tensor=name,
+                expected="the bytes that the headers promise",
+                actual=str(error),
+                remedy="check the disk, and do not change a checkpoint while it is in use",
+            ) from error
+    mx.eval(model.parameters())
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype | None) -> None:

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from mlx_stream.config import ConfigError
 from mlx_stream.errors import MlxStreamError
 from mlx_stream.prefill.schedule import PrefillProgress
 
@@ -68,7 +69,10 @@ def friendly_errors() -> Iterator[None]:
         click.echo("\ninterrupted", err=True)
         _exit(EXIT_INTERRUPTED)
     except click.ClickException as error:
-        error.show()
+        click.echo(f"error: {error.format_message()} (--help shows the options)", err=True)
+        _exit(EXIT_USAGE)
+    except ConfigError as error:
+        click.echo(f"error: {error}", err=True)
         _exit(EXIT_USAGE)
     except MlxStreamError as error:
         click.echo(f"error: {error}", err=True)

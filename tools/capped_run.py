@@ -342,8 +342,10 @@ def _last_json(text: str) -> Any:
 # --- the child: our runtime
 
 
-def prefill_once(model: Path, tokens: int, decode: int, budget: int | None) -> dict[str, Any]:
-    """Load, prefill random tokens, decode greedily; what it took."""
+def run_prompts(
+    model: Path, tokens: int, decode: int, budget: int | None, prompts: int = 1
+) -> dict[str, Any]:
+    """Load, then prefill random tokens and decode greedily; figures are of the last prompt."""
     import numpy as np
 
     from mlx_stream import load
@@ -353,13 +355,14 @@ def prefill_once(model: Path, tokens: int, decode: int, budget: int | None) -> d
         loaded = time.perf_counter()
         config = json.loads((model / "config.json").read_text())
         vocab = config.get("vocab_size") or config["text_config"]["vocab_size"]
-        ids = np.random.default_rng(1).integers(2, vocab, tokens).tolist()
-        read_before, begun = _process_read_bytes(), time.perf_counter()
-        out, ttft, read = [], 0.0, 0
-        for response in runtime.stream_generate(ids, max(1, decode)):
-            if not out:
-                ttft, read = time.perf_counter() - begun, _process_read_bytes() - read_before
-            out.append(response.token)
+        for seed in range(1, prompts + 1):
+            ids = np.random.default_rng(seed).integers(2, vocab, tokens).tolist()
+            read_before, begun = _process_read_bytes(), time.perf_counter()
+            out, ttft, read = [], 0.0, 0
+            for response in runtime.stream_generate(ids, max(1, decode)):
+                if not out:
+                    ttft, read = time.perf_counter() - begun, _process_read_bytes() - read_before
+                out.append(response.token)
         receipt = runtime.last_receipt
         assert receipt is not None
         return {
@@ -401,6 +404,7 @@ def _terminated(*_: object) -> NoReturn:
 @click.option("--model", type=click.Path(path_type=Path, exists=True), help="Checkpoint folder.")
 @click.option("--tokens", default=4096, show_default=True, help="Prompt length.")
 @click.option("--decode", default=1, show_default=True, help="Tokens to generate, at least 1.")
+@click.option("--prompts", default=1, show_default=True, help="One after another; figures: last.")
 @click.option("--memory", default="800MB", show_default=True, help="Memory limit; 0: none.")
 @click.option("--read-rate", default="200MB", show_default=True, help="Per second; 0: no throttle.")
 @click.option(
@@ -417,6 +421,7 @@ def main(
     model: Path | None,
     tokens: int,
     decode: int,
+    prompts: int,
     memory: str,
     read_rate: str,
     allowance: str,
@@ -432,11 +437,12 @@ def main(
     own = parse_bytes(budget) if budget else limit and limit - parse_bytes(allowance)
     if worker:
         assert model is not None
-        click.echo(json.dumps(prefill_once(model, tokens, decode, own)))
+        click.echo(json.dumps(run_prompts(model, tokens, decode, own, prompts)))
         return
     if not command:
         command = (sys.executable, str(Path(__file__).resolve()), "--worker", "--model", str(model))
         command += ("--tokens", str(tokens), "--decode", str(decode), "--memory", memory)
+        command += ("--prompts", str(prompts))
         command += ("--allowance", allowance, *(("--budget", budget) if budget else ()))
     rate = _size(read_rate)
     limits = Limits(limit, rate, disk_of(model) if rate and model else None)

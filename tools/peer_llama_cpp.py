@@ -2,8 +2,8 @@
 
 Prints one JSON line: seconds to load, seconds to the first token, bytes fetched from storage.
 Weights stay in the file mapping (no repacked copies, no locking), which is how llama.cpp runs a
-model that is larger than memory. Needs `pip install llama-cpp-python`; run it through tools/capped_run.py to
-limit memory and disk.
+model that is larger than memory. Needs `pip install llama-cpp-python`; run it through
+tools/capped_run.py to limit memory and disk.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ import json
 import math
 import os
 import random
+import shutil
 import struct
 import subprocess
 import time
@@ -693,23 +694,30 @@ def mlx_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def mlx_score(model: Any, ids: list[int], token_bytes: list[int]) -> dict[str, float]:
-    """Perplexity and bits per byte of ids in windows of WINDOW, the first of each unscored."""
+def mlx_perplexity(model: Any, ids: list[int]) -> float:
+    """What ``perplexity`` computes, for an mlx-lm model."""
     import mlx.core as mx
     import mlx.nn as nn
 
-    total, scored, size = 0.0, 0, 0
+    total, scored = 0.0, 0
     for start in range(0, len(ids), WINDOW):
         window = ids[start : start + WINDOW]
         logits = model(mx.array(window[:-1])[None])[0].astype(mx.float32)
         total += nn.losses.cross_entropy(logits, mx.array(window[1:]), reduction="sum").item()
         scored += len(window) - 1
-        size += sum(token_bytes[i] for i in window[1:])
+    return math.exp(total / scored)
+
+
+def score_record(value: float, ids: list[int], tokenizer: Any) -> dict[str, float]:
+    """A perplexity over ids with its bits per byte."""
+    scored = [i for start in range(0, len(ids), WINDOW) for i in ids[start : start + WINDOW][1:]]
+    # In a byte-level alphabet a token has one character a byte.
+    size = sum(len(tokenizer.id_to_token(i)) for i in scored)
     return {
-        "tokens": len(ids),
-        "scored_tokens": scored,
-        "perplexity": round(math.exp(total / scored), 4),
-        "bits_per_byte": round(total / math.log(2) / size, 4),
+        "scored_tokens": len(scored),
+        "scored_bytes": size,
+        "perplexity": round(value, 4),
+        "bits_per_byte": round(len(scored) * math.log2(value) / size, 4),
     }
 
 
@@ -736,10 +744,9 @@ def export(work: Path, out: Path, shape: Shape) -> None:
     model = qwen3_moe.Model(qwen3_moe.ModelArgs.from_dict(config))
     model.load_weights(list(mx.load(str(work / "weights.safetensors")).items()))
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
-    # In a byte-level alphabet a token has one character a byte.
-    token_bytes = [len(tokenizer.id_to_token(i)) for i in range(shape.vocab_size)]
     excerpt = tokenizer.encode((work / "heldout.txt").read_text("utf-8")).ids
-    exact = mlx_score(model, excerpt, token_bytes)
+    train = json.loads((work / "train.json").read_text())
+    exact = train["torch_perplexity"]["excerpt_float"]
     model, config = quantize_model(model, config, group_size=GROUP, bits=4)
     staging = work / "export"
     save_model(staging, model)
@@ -748,9 +755,10 @@ def export(work: Path, out: Path, shape: Shape) -> None:
         (staging / name).write_bytes((work / name).read_bytes())
     metrics = {
         "window": WINDOW,
-        "excerpt_float": exact,
-        "excerpt_4bit": mlx_score(model, excerpt, token_bytes),
-        "train": json.loads((work / "train.json").read_text()),
+        "excerpt_tokens": len(excerpt),
+        "excerpt_float": score_record(exact, excerpt, tokenizer),
+        "excerpt_4bit": score_record(mlx_perplexity(model, excerpt), excerpt, tokenizer),
+        "train": train,
         "corpus": json.loads((work / "corpus.json").read_text()),
         "checkpoint_bytes": (staging / "model.safetensors").stat().st_size,
     }
@@ -759,7 +767,9 @@ def export(work: Path, out: Path, shape: Shape) -> None:
     (staging / "README.md").write_text(card, encoding="utf-8")
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(staging.iterdir()):
-        os.replace(path, out / path.name)
+        fresh = out / (path.name + ".new")  # OUT may be on another disk than the scratch folder
+        shutil.copyfile(path, fresh)
+        os.replace(fresh, out / path.name)
     print(json.dumps(metrics))
 
 
@@ -835,18 +845,19 @@ Bible passages are not wholly unseen.
 Procedure: encode the text, cut it in non-overlapping windows of {window} tokens, run each from an
 empty context in float32, score every token but the first of each window. The last window is
 shorter. Perplexity is the exponential of the mean negative log-likelihood of the scored tokens;
-bits per byte divides their total by their UTF-8 bytes. Measured with stock mlx-lm.
+bits per byte divides their total, in bits, by their UTF-8 bytes. The checkpoint is measured with
+stock mlx-lm.
 
 | Text | Weights | Tokens scored | Perplexity | Bits per byte |
 |---|---|---|---|---|
 | `heldout.txt` | this checkpoint (4-bit) | {q[scored_tokens]} | {q[perplexity]} | \
 {q[bits_per_byte]} |
-| `heldout.txt` | before rounding (float32) | {exact[scored_tokens]} | {exact[perplexity]} | \
+| `heldout.txt` | before rounding, PyTorch | {exact[scored_tokens]} | {exact[perplexity]} | \
 {exact[bits_per_byte]} |
 
-The PyTorch twin, by the same procedure, gives {p[excerpt_float]} before rounding and
-{p[excerpt_4bit]} after on `heldout.txt`, and {p[heldout_4bit]} after on all of the
-held-out text ({held_tokens} tokens). The same numbers are in `metrics.json`.
+The PyTorch twin with the rounded weights gives {p[excerpt_4bit]} on `heldout.txt`, and
+{p[heldout_4bit]} on all of the held-out text ({held_tokens} tokens), by the same procedure. The
+same numbers are in `metrics.json`.
 
 ## Sample
 

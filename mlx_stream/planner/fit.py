@@ -7,6 +7,7 @@ more segments last, since every segment reads all experts once more.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mlx_stream.config import format_bytes
@@ -28,6 +29,7 @@ HELD_VECTORS = 4.5
 TARGET_GROUP_NBYTES = 48 << 20
 MIN_SLOTS = 2
 SMALL_CHUNK = 64
+DIRECT_ALIGN = 4096  # the largest block that file systems ask of cache-bypassing reads
 KV_STEP = 256  # mlx-lm grows its caches in steps of this many tokens
 STAGING_SHARE = 0.6  # of what is left, the rest feeds the decode cache
 UNION_BELOW = 0.95  # expected share of experts used, below which only the routed ones are read
@@ -98,6 +100,29 @@ def plan_prefill(
         remedy=f"set memory_budget to {format_bytes(smallest.total * 1.02)} or more, "
         "or shorten the prompt",
     )
+
+
+def require_room(index: ExpertIndex, shape: ModelShape, traits: Traits, budget: int) -> None:
+    """Refuse a budget that fits no prompt at all.
+
+    Raises:
+        BudgetError: its advice is for a short prompt, not for a single token.
+    """
+
+    def plan(prompt_tokens: int) -> None:
+        plan_prefill(
+            index,
+            shape,
+            traits,
+            prompt_tokens=prompt_tokens,
+            budget=budget,
+            chunk_tokens=SMALL_CHUNK,
+        )
+
+    with suppress(BudgetError):
+        plan(1)
+        return
+    plan(SMALL_CHUNK)
 
 
 def _candidates(

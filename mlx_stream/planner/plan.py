@@ -6,14 +6,13 @@ from pathlib import Path
 
 from mlx_stream.config import parse_bytes
 from mlx_stream.hub import resolve_model
-from mlx_stream.planner.fit import Traits, plan_prefill
+from mlx_stream.planner.fit import DIRECT_ALIGN, Traits, plan_prefill
 from mlx_stream.planner.free_memory import default_budget
 from mlx_stream.planner.model_shape import model_shape
 from mlx_stream.prefill.schedule import PrefillPlan
 from mlx_stream.storage.checkpoint import Checkpoint, open_checkpoint
 from mlx_stream.storage.expert_index import ExpertIndex, build_expert_index
 
-DIRECT_ALIGN = 4096  # the largest block that file systems ask of cache-bypassing reads
 SCRATCH_NBYTES = 128 << 20  # a backend's working memory, before one is chosen
 WIDE = {"BF16": 2, "F16": 2}  # item sizes that double when activations are float32
 

@@ -135,17 +135,6 @@ class LayerMajorPrefill:
             mlp.layer, experts, align=self._reader.align, file_sizes=self._reader.file_sizes
         )
 
-    def _fitting(self, mlp: ExpertMlp, experts: np.ndarray, slot_nbytes: int) -> list[GroupRead]:
-        """Reads of scattered experts: each has its own alignment padding, so fewer may fit."""
-        read = self._group_read(mlp, experts.tolist())
-        if read.slot_nbytes <= slot_nbytes or len(experts) == 1:
-            return [read]
-        half = len(experts) // 2
-        return [
-            *self._fitting(mlp, experts[:half], slot_nbytes),
-            *self._fitting(mlp, experts[half:], slot_nbytes),
-        ]
-
     def _run_segment(
         self,
         plan: PrefillPlan,
@@ -198,9 +187,8 @@ class LayerMajorPrefill:
         groups = len(plan.layers[layer].groups)
         if plan.mode == "union":
             reads = [
-                read
+                self._group_read(mlp, used[i : i + plan.group_size].tolist())
                 for i in range(0, len(used), plan.group_size)
-                for read in self._fitting(mlp, used[i : i + plan.group_size], plan.slot_nbytes)
             ]
             groups = len(reads)
             self._ring.enqueue(reads)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 import mlx_stream
 from mlx_stream import errors
+from mlx_stream.experts.streamed_experts import install_streamed_experts
 from mlx_stream.loader import load_streamed_model
 from tests.support.checkpoints import random_tokens
 from tests.support.faults import (
@@ -18,6 +20,7 @@ from tests.support.faults import (
     modify_in_place,
     nothing_left,
     replace_by_rename,
+    shards,
     shorten,
 )
 
@@ -103,3 +106,19 @@ def test_during_decode(folder, shard, prompt, answer, change):
             got.extend(response.token for response in tokens)
         assert caught.value.file == str(shard)
         assert got == answer[:2]
+
+
+def test_while_resident_weights_are_read(folder, monkeypatch):
+    """mlx reads them lazily, after the headers: a file cut by then is a typed error too."""
+
+    def install_then_damage(*args, **options):
+        installed = install_streamed_experts(*args, **options)
+        for path in shards(folder):
+            os.truncate(path, 10_000)
+        return installed
+
+    monkeypatch.setattr("mlx_stream.loader.install_streamed_experts", install_then_damage)
+    with fails(errors.ReadError) as caught:
+        mlx_stream.load(folder, memory_budget=BUDGET)
+    assert str(folder) in str(caught.error)
+    assert caught.error.tensor

@@ -155,3 +155,28 @@ def test_ctrl_c_on_the_command_line(tmp_path, delay):
     assert out == ""
     assert seconds < SIGNAL_TO_EXIT_SECONDS
     assert list(work.iterdir()) == []
+
+
+def test_ctrl_c_while_tokens_come(intact, tmp_path):
+    """What was printed stays; no receipt of half an answer."""
+    options = ("--model", str(intact), "--prompt", "1 2 3", "--max-tokens", "-1")
+    process = subprocess.Popen(
+        [*GENERATE, *options, "--verbose", "false", "--receipt", "receipt.json"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.read(20)
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert err.strip() == "interrupted"
+    assert time.monotonic() - started < SIGNAL_TO_EXIT_SECONDS
+    assert list(tmp_path.iterdir()) == []

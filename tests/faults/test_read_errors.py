@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
+import time
+
 import pytest
 
 import mlx_stream
@@ -151,3 +156,31 @@ def test_closing_in_the_middle_of_reads(intact, prompt, fault):
             list(tokens)
         with pytest.raises(errors.MlxStreamError):
             runtime.prefill(prompt)
+
+
+def test_nothing_writes_after_a_failed_prefill(intact, prompt, fault, monkeypatch, tight):
+    """When the error arrives every other read of the prompt has ended or was dropped."""
+    inside, lock = [0], threading.Lock()
+    bad = threading.Event()
+
+    def slow(file: int, offset: int, nbytes: int) -> None:
+        first = not bad.is_set()
+        bad.set()
+        if first:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        with lock:
+            inside[0] += 1
+        time.sleep(0.2)
+        with lock:
+            inside[0] -= 1
+
+    bad.set()
+    install_fault(monkeypatch, slow)
+    with nothing_left(), mlx_stream.load(intact, memory_budget=tight) as runtime:
+        bad.clear()
+        with pytest.raises(errors.ReadError):
+            runtime.prefill(prompt)
+        assert inside[0] == 0
+        before = runtime.engine.reader.counters
+        time.sleep(0.3)
+        assert runtime.engine.reader.counters == before

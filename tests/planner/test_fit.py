@@ -54,6 +54,9 @@ def check(plan, index, align, prompt_tokens, budget, chunk_tokens):
         for a, b in reads.groups:
             group = plan_group(layer, range(a, b), align=align, file_sizes=sizes)
             assert group.slot_nbytes <= plan.slot_nbytes
+        scattered = range(0, layer.num_experts, 2)[: plan.group_size]
+        group = plan_group(layer, scattered, align=align, file_sizes=sizes)
+        assert group.slot_nbytes <= plan.slot_nbytes, "short prompts read scattered experts"
     assert (len(plan.segments) > 1) == any("times" in note for note in plan.notes)
     assert (plan.chunk_tokens < min(chunk_tokens, prompt_tokens)) == any(
         "chunks of" in note for note in plan.notes
@@ -113,9 +116,7 @@ def test_a_larger_budget_never_costs_more_reads(indexes):
 def test_smaller_chunks_come_before_more_segments(indexes):
     """A second segment reads everything again; a smaller chunk costs next to nothing."""
     index, shape = indexes["qwen3_moe"]
-    big = plan_prefill(
-        index, shape, traits(), prompt_tokens=2000, budget=10**9, chunk_tokens=2000
-    )
+    big = plan_prefill(index, shape, traits(), prompt_tokens=2000, budget=10**9, chunk_tokens=2000)
     floor = big.memory.total - big.memory.staging - big.memory.expert_cache
     tight = plan_prefill(
         index, shape, traits(), prompt_tokens=2000, budget=floor, chunk_tokens=2000
@@ -127,9 +128,7 @@ def test_smaller_chunks_come_before_more_segments(indexes):
 def test_short_prompts_read_the_routed_union(indexes):
     index, shape = indexes["qwen3_moe"]  # 8 experts, top 2
     modes = {
-        n: plan_prefill(
-            index, shape, traits(), prompt_tokens=n, budget=10**9, chunk_tokens=64
-        ).mode
+        n: plan_prefill(index, shape, traits(), prompt_tokens=n, budget=10**9, chunk_tokens=64).mode
         for n in (1, 2, 10, 11, 500)
     }
     # 1 - 0.75 ** n, the expected share of experts in use, passes 0.95 between 10 and 11 tokens.

@@ -13,6 +13,7 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_stream.engine import Engine, PrefillResult
+from mlx_stream.errors import BudgetError
 from tests.support.checkpoints import random_tokens, stock_prefill
 
 CLEAR = 1e-3  # a top-2 gap that rounding cannot close, relative to the largest logit
@@ -49,6 +50,19 @@ def stock_decode(model: nn.Module, logits: Any, cache: list[Any], count: int) ->
         step = mx.array([[int(rows[-1].argmax())]])
         rows.append(np.array(model(step, cache=cache)[0, -1].astype(mx.float32)))
     return rows
+
+
+def smallest_budget(engine: Engine, tokens: int) -> int:
+    """The least budget, to 4 KiB, under which a prompt still has a plan; spends the engine."""
+    low, high = 1, 8 << 20
+    while high - low > 4096:
+        engine.budget.total = (low + high) // 2
+        try:
+            engine.plan(tokens)
+            high = engine.budget.total
+        except BudgetError:
+            low = engine.budget.total
+    return high
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import signal
 import struct
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -228,6 +229,7 @@ def fails(kind: type[BaseException], seconds: float = 60.0) -> Iterator[Caught]:
         except kind as error:
             link: BaseException | None = error
             while link is not None:
+                traceback.clear_frames(link.__traceback__)
                 link.__traceback__ = None
                 link = link.__cause__ or link.__context__
             caught.error = error

@@ -55,7 +55,7 @@ class CpuBackend:
 
     def __init__(self, threads: int | None = None) -> None:
         self._pool = WorkerPool(threads)
-        self._specs: dict[int, tuple[MlpSpec, dict[tuple[str, str], str]]] = {}
+        self._specs: dict[int, tuple[ExpertMlp, MlpSpec]] = {}
         self._memory = HostMemory()
         self._old_cache_limit = mx.set_cache_limit(MLX_CACHE_NBYTES)
         self._old_device = mx.default_device()
@@ -123,19 +123,22 @@ class CpuBackend:
         mx.set_default_device(self._old_device)
 
     def _spec(self, mlp: ExpertMlp) -> tuple[MlpSpec, dict[tuple[str, str], str]]:
-        if mlp.layer.index not in self._specs:
-            layer = mlp.layer
-            quant = {key[0]: layer.spec(key[0]) for key in (t.key for t in layer.tensors)}
-            spec = MlpSpec(
-                kind=layer.kind,
-                quant=quant,
-                activation=resolve_activation(mlp.module.activation),
-                mlx_activation=mlp.module.activation,
-                input_dims=layer.input_dims,
-                hidden_dims=layer.hidden_dims,
-            )
-            self._specs[layer.index] = (spec, {t.key: t.dtype for t in layer.tensors})
-        return self._specs[mlp.layer.index]
+        known = self._specs.get(mlp.layer.index)
+        if known is None or known[0] is not mlp:
+            self._specs[mlp.layer.index] = known = (mlp, _mlp_spec(mlp))
+        return known[1], {t.key: t.dtype for t in mlp.layer.tensors}
+
+
+def _mlp_spec(mlp: ExpertMlp) -> MlpSpec:
+    layer = mlp.layer
+    return MlpSpec(
+        kind=layer.kind,
+        quant=dict(layer.quant),
+        activation=resolve_activation(mlp.module.activation),
+        mlx_activation=mlp.module.activation,
+        input_dims=layer.input_dims,
+        hidden_dims=layer.hidden_dims,
+    )
 
 
 def _view(memory: np.ndarray, offset: int, nbytes: int, dtype: str) -> np.ndarray:

@@ -1,0 +1,82 @@
+"""``mlx_stream doctor``: does this machine compute experts right, how fast, and what was chosen?"""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from mlx_stream.config import BACKENDS, format_bytes
+
+if TYPE_CHECKING:
+    from mlx_stream.backends.base import Backend
+    from mlx_stream.backends.selftest import CaseResult
+
+EXAMPLES = """
+\b
+Examples:
+  mlx_stream doctor
+  mlx_stream doctor --backend cpu --rounds 10
+
+Exit code 0: every case is right. 1: at least one is wrong; please report its table.
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
+def doctor(backend: str, rounds: int) -> None:
+    """Check this machine: every expert format against a reference, timed against stock MLX."""
+    from mlx_stream.backends.select import select_backend
+    from mlx_stream.backends.selftest import run_selftest
+
+    chosen = select_backend(backend)
+    console = Console()
+    try:
+        for line in _machine(chosen):
+            console.print(line, highlight=False)
+        table = Table("experts", "largest error", "allowed", "layer", "stock MLX", "ratio", "")
+        results = []
+        with console.status("computing"):
+            for result in run_selftest(chosen, rounds=rounds):
+                results.append(result)
+                table.add_row(*_row(result))
+        console.print(table)
+    finally:
+        chosen.close()
+    wrong = [r.case.name for r in results if not r.healthy]
+    if wrong:
+        raise SystemExit(f"unhealthy: {', '.join(wrong)}")
+    console.print(f"healthy: {len(results)} expert formats agree with their float32 reference")
+
+
+def _machine(backend: Backend) -> list[str]:
+    import mlx.core as mx
+    import psutil
+
+    memory = backend.memory()
+    lines = [
+        f"mlx {mx.__version__} on {platform.platform()}, Python {platform.python_version()}",
+        f"backend {backend.name}: {', '.join(sorted(backend.capabilities))}; activations "
+        f"{backend.compute_dtype or 'as in the checkpoint'}",
+        f"memory {format_bytes(psutil.virtual_memory().total)}, "
+        f"{format_bytes(psutil.virtual_memory().available)} available",
+    ]
+    if memory.limit is not None:
+        lines.append(f"recommended GPU working set {format_bytes(memory.limit)}")
+    return lines
+
+
+def _row(result: CaseResult) -> tuple[str, ...]:
+    return (
+        result.case.name,
+        f"{result.error:.1e}",
+        f"{result.tolerance:.0e}",
+        f"{result.seconds * 1e3:.2f} ms",
+        f"{result.stock_seconds * 1e3:.2f} ms",
+        f"{result.stock_seconds / result.seconds:.1f}x",
+        "ok" if result.healthy else "WRONG",
+    )
