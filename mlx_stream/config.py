@@ -81,6 +81,9 @@ class StreamConfig:
         backend: one of ``BACKENDS``.
         io: ``"direct"`` bypasses the page cache, ``"buffered"`` goes through it.
         reader_threads: reads in flight at once.
+        union_tokens: prompts up to this long read only the experts they route to, after routing.
+            Such a prompt's attention takes a small part of the time that the reads take, so there
+            is little to hide behind it, and skewed routers leave experts unused.
     """
 
     memory_budget: int | None = None
@@ -88,6 +91,7 @@ class StreamConfig:
     backend: str = "auto"
     io: str = "direct"
     reader_threads: int = 4
+    union_tokens: int = 512
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -99,6 +103,7 @@ class StreamConfig:
         _check(
             1 <= self.reader_threads <= 64, "reader_threads", "1 to 64 threads", self.reader_threads
         )
+        _check(self.union_tokens >= 0, "union_tokens", "0 or more tokens", self.union_tokens)
 
     @classmethod
     def build(cls, *, memory_budget: int | str | None = None, **options: object) -> StreamConfig:

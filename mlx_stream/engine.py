@@ -112,6 +112,7 @@ class Engine:
             align=self.reader.align,
             combined=self._loaded.combined_layers == len(self._mlps),
             decode_tokens=DECODE_RESERVE_TOKENS,
+            union_tokens=self.config.union_tokens,
         )
 
     def _make_expert_cache(self) -> ExpertCache:

@@ -46,6 +46,7 @@ class Traits:
         align: alignment of cache-bypassing reads.
         combined: whether all expert outputs are weighted inside the stream.
         decode_tokens: tokens to leave KV room for after the prompt.
+        union_tokens: longest prompt that waits for its routing before it reads.
     """
 
     itemsize: int
@@ -54,6 +55,7 @@ class Traits:
     align: int
     combined: bool = True
     decode_tokens: int = 256
+    union_tokens: int = 512
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ def _finish(
     return PrefillPlan(
         model=shape.model_type,
         prompt_tokens=prompt_tokens,
-        mode="union" if _expected_used(index, shape, prompt_tokens) < UNION_BELOW else "stream",
+        mode=_mode(index, shape, traits, prompt_tokens),
         chunk_tokens=choice.chunk_tokens,
         segments=segments,
         layers=tuple(
@@ -229,6 +231,11 @@ def _finish(
 def _whole_cache(index: ExpertIndex, align: int) -> int:
     records = sum(layer.num_experts for layer in index.layers)
     return records * slot_capacity(index, 1, align)
+
+
+def _mode(index: ExpertIndex, shape: ModelShape, traits: Traits, tokens: int) -> str:
+    few = tokens <= traits.union_tokens
+    return "union" if few or _expected_used(index, shape, tokens) < UNION_BELOW else "stream"
 
 
 def _expected_used(index: ExpertIndex, shape: ModelShape, tokens: int) -> float:

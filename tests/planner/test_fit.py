@@ -128,8 +128,21 @@ def test_smaller_chunks_come_before_more_segments(indexes):
 def test_short_prompts_read_the_routed_union(indexes):
     index, shape = indexes["qwen3_moe"]  # 8 experts, top 2
     modes = {
-        n: plan_prefill(index, shape, traits(), prompt_tokens=n, budget=10**9, chunk_tokens=64).mode
+        n: plan_prefill(
+            index, shape, traits(union_tokens=0), prompt_tokens=n, budget=10**9, chunk_tokens=64
+        ).mode
         for n in (1, 2, 10, 11, 500)
     }
     # 1 - 0.75 ** n, the expected share of experts in use, passes 0.95 between 10 and 11 tokens.
     assert modes == {1: "union", 2: "union", 10: "union", 11: "stream", 500: "stream"}
+
+
+def test_a_prompt_up_to_union_tokens_waits_for_its_routing(indexes):
+    index, shape = indexes["qwen3_moe"]
+    modes = {
+        n: plan_prefill(
+            index, shape, traits(union_tokens=100), prompt_tokens=n, budget=10**9, chunk_tokens=64
+        ).mode
+        for n in (100, 101)
+    }
+    assert modes == {100: "union", 101: "stream"}

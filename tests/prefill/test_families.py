@@ -25,3 +25,17 @@ def test_streamed_prefill_equals_stock(checkpoint, stock, open_engine, name):
     assert decode(engine, result, prompt, STEPS) == [int(row.argmax()) for row in rows]
     assert result.receipt.segments == 1
     assert result.receipt.chunk_tokens == CHUNK
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "gpt_oss", "llama4", "qwen3_next", "deepseek_v32", "gemma4_text"]
+)
+def test_short_prompts_by_union_equal_stock(checkpoint, stock, open_engine, name):
+    """The default for prompts of this length: route first, then read the experts used."""
+    path = checkpoint(name)
+    prompt, rows = settled_prompt(stock(path), N, STEPS, CHUNK)
+    engine = open_engine(path, chunk_tokens=CHUNK, union_tokens=512)
+    result = engine.prefill(prompt)
+    assert result.receipt.mode == "union"
+    assert relative(result.logits, rows[0]) < 1e-4
+    assert decode(engine, result, prompt, STEPS) == [int(row.argmax()) for row in rows]
