@@ -3,7 +3,7 @@
 The text is what ``mx.fast.cuda_kernel`` generates; MLX's own header is replaced by the few lines of
 it that a kernel can see. Nothing is run, so no GPU is needed::
 
-    python tools/build_cuda.py                      every variant and architecture, docs/cuda_kernels.md
+    python tools/build_cuda.py           all variants and architectures; docs/cuda_kernels.md
     python tools/build_cuda.py --arch sm_90a --only moe_up --out -
 """
 
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -99,6 +100,10 @@ class Usage:
         return f"{self.registers} / {self.shared_nbytes / 1024:.1f} KiB{spills}"
 
 
+def _name(spec: QuantSpec) -> str:
+    return f"{spec.mode} {spec.bits}-bit g{spec.group_size}"
+
+
 def _buf(dtype: str, *shape: int) -> Buf:
     return Buf(np.zeros(shape, storage_dtype(dtype)), dtype)
 
@@ -159,8 +164,7 @@ def variants() -> Iterator[Variant]:
         )
 
 
-def _name(spec: QuantSpec) -> str:
-    return f"{spec.mode} {spec.bits}-bit g{spec.group_size}"
+MAIN = up_variant("bfloat16", Projection(AFFINE4, 2048, 768, False), SWIGLU, 64)
 
 
 def find_nvcc() -> str | None:
@@ -174,8 +178,6 @@ def compile_variant(variant: Variant, arch: str, nvcc: str) -> Usage:
     Raises:
         click.ClickException: nvcc refused it.
     """
-    import time
-
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.cu"
         source.write_text(variant.text)
@@ -196,7 +198,8 @@ def parse_usage(log: str, seconds: float = 0.0) -> Usage:
     shared = re.search(r"(\d+) bytes smem", log)
     if registers is None:
         raise click.ClickException(f"ptxas reported no registers:\n{log[:2000]}")
-    return Usage(int(registers[1]), int(shared[1]) if shared else 0, max(spills, default=0), seconds)
+    shared_nbytes = int(shared[1]) if shared else 0
+    return Usage(int(registers[1]), shared_nbytes, max(spills, default=0), seconds)
 
 
 def table(results: dict[tuple[Variant, str], Usage], archs: Sequence[str]) -> str:
