@@ -47,7 +47,7 @@ def doctor(backend: str, rounds: int) -> None:
         console.print(table)
     finally:
         chosen.close()
-    wrong = [r.case.name for r in results if not r.healthy]
+    wrong = [r.name for r in results if not r.healthy]
     if wrong:
         raise SystemExit(f"unhealthy: {', '.join(wrong)}")
     console.print(f"healthy: {len(results)} expert formats agree with their float32 reference")
@@ -72,7 +72,7 @@ def _machine(backend: Backend) -> list[str]:
 
 def _row(result: CaseResult) -> tuple[str, ...]:
     return (
-        result.case.name,
+        result.name,
         f"{result.error:.1e}",
         f"{result.tolerance:.0e}",
         f"{result.seconds * 1e3:.2f} ms",

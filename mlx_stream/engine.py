@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_stream import interrupts
 from mlx_stream.backends.select import select_backend
 from mlx_stream.budget import MemoryBudget
 from mlx_stream.config import StreamConfig
@@ -138,6 +139,7 @@ class Engine:
             past_tokens=past_tokens,
         )
 
+    @interrupts.deferred()
     def prefill(
         self,
         tokens: Sequence[int] | np.ndarray | mx.array,
@@ -165,14 +167,16 @@ class Engine:
         cache = make_prompt_cache(self.model) if cache is None else cache
         self._grant(plan)
         try:
-            logits, receipt = self.run_plan(plan, ids, cache, progress=progress)
+            try:
+                logits, receipt = self.run_plan(plan, ids, cache, progress=progress)
+            finally:
+                self._settle_budget()
             self.reader.check_unchanged()
+            interrupts.check()
         except BaseException:
             if snapshot is not None:
                 snapshot.restore()
             raise
-        finally:
-            self._settle_budget()
         self.last_receipt = receipt
         return PrefillResult(logits, cache, receipt)
 
@@ -255,7 +259,7 @@ class Engine:
         while True:
             snapshot, before = CacheSnapshot(result.cache, append_only=True), self.reader.counters
             try:
-                with self.backend.compute_scope():
+                with interrupts.deferred(), self.backend.compute_scope():
                     token = next(tokens)
                 if self.reader.counters.calls != before.calls:
                     self.reader.check_unchanged()

@@ -18,7 +18,7 @@ MAX_LINES = 320
 
 # Who may import whom, by package or top-level module; each may also import itself.
 BOTTOM = {"errors"}
-BASE = {"errors", "config", "budget", "telemetry"}
+BASE = {"errors", "interrupts", "config", "budget", "telemetry"}
 STORAGE = BASE | {"storage"}
 BACKENDS = STORAGE | {"backends"}
 EXPERTS = BACKENDS | {"experts"}
@@ -28,6 +28,7 @@ RUNTIME = EXPERTS | {"prefill", "decode", "planner", "loader", "hub", "prompts"}
 TOP = RUNTIME | {"engine", "runtime", "terminal", "generate", "doctor", "cli"}
 ALLOWED = {
     "errors": set(),
+    "interrupts": set(),
     "config": BOTTOM,
     "budget": BOTTOM | {"config"},
     "telemetry": BOTTOM | {"config"},
@@ -49,7 +50,17 @@ ALLOWED = {
     "__main__": TOP,
     "": set(),  # mlx_stream/__init__.py: lazy exports only
 }
-NEVER_MLX = ("storage", "errors", "config", "budget", "telemetry", "hub", "planner", "")
+NEVER_MLX = (
+    "storage",
+    "errors",
+    "interrupts",
+    "config",
+    "budget",
+    "telemetry",
+    "hub",
+    "planner",
+    "",
+)
 
 
 def layer_of(module: str) -> str:

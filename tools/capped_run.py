@@ -409,7 +409,7 @@ def _terminated(*_: object) -> NoReturn:
 @click.option("--read-rate", default="200MB", show_default=True, help="Per second; 0: no throttle.")
 @click.option(
     "--allowance",
-    default="250MB",
+    default="170MB",
     show_default=True,
     help="Left of the limit for the interpreter and its libraries; the rest is our budget.",
 )

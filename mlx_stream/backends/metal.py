@@ -7,9 +7,10 @@ reads. The base array is held for the life of the buffer and never assigned to.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +26,17 @@ from mlx_stream.backends.base import (
     PublishedGroup,
     mlx_memory,
 )
-from mlx_stream.backends.mlx_ops import MlxLayerComputation, plane_arrays
+from mlx_stream.backends.kernels.activations import KernelActivation, kernel_activation
+from mlx_stream.backends.kernels.grouped import Runner, grouped_mlp_metal, supports_module
+from mlx_stream.backends.kernels.launch import dtype_name, run_metal
+from mlx_stream.backends.kernels.selection import (
+    Choice,
+    choose,
+    forced_path,
+    load_profile,
+    machine_name,
+)
+from mlx_stream.backends.mlx_ops import MlxLayerComputation, Planes, plane_arrays
 from mlx_stream.errors import CapabilityError
 from mlx_stream.storage.read_plan import GroupRead
 
@@ -41,6 +52,10 @@ class MetalBackend:
     Args:
         require_device: False runs the very same code on MLX's current default device, which is
             how it is tested without an Apple GPU.
+        run: who launches our kernels; the tests pass a CPU shim.
+
+    Attributes:
+        choices: how many expert layers ran which way, and why.
 
     Raises:
         CapabilityError: no Metal device.
@@ -50,7 +65,7 @@ class MetalBackend:
     capabilities = frozenset({"staging", "grouped-mlp", "unified-memory"})
     compute_dtype: mx.Dtype | None = None
 
-    def __init__(self, *, require_device: bool = True) -> None:
+    def __init__(self, *, require_device: bool = True, run: Runner = run_metal) -> None:
         if require_device and not mx.metal.is_available():
             raise CapabilityError(
                 "the metal backend needs an Apple GPU",
@@ -58,6 +73,11 @@ class MetalBackend:
                 actual="no Metal device",
                 remedy="use --backend cpu here",
             )
+        self._run = run
+        self._forced = forced_path()
+        self._verified = load_profile(machine_name())
+        self._activations: dict[int, KernelActivation | None] = {}
+        self.choices: Counter[str] = Counter()
         self._pool: dict[int, list[HostBuffer]] = defaultdict(list)
         self._device = require_device
         self._old_cache_limit = mx.set_cache_limit(CACHE_LIMIT_NBYTES)
@@ -85,8 +105,47 @@ class MetalBackend:
         return PublishedGroup(read.experts, _LazyPlanes(read, base, lead))
 
     def begin_layer(self, mlp: ExpertMlp, chunks: Sequence[ChunkInput]) -> LayerComputation:
-        """Plain MLX operations."""
-        return MlxLayerComputation(mlp, chunks)
+        """Stock operations or our kernels, as :func:`choose` says; `choices` counts the reasons."""
+        rows = sum(c.indices.size for c in chunks)
+        used = len(np.unique(np.concatenate([c.indices.reshape(-1) for c in chunks])))
+        choice = self._choose(mlp, chunks[0].x.dtype, rows / max(1, used))
+        self.choices[f"{choice.path}: {choice.reason}"] += 1
+        if choice.path == "stock":
+            return MlxLayerComputation(mlp, chunks)
+        return MlxLayerComputation(mlp, chunks, partial(self._fused, mlp))
+
+    def _choose(self, mlp: ExpertMlp, dtype: mx.Dtype, rows_per_expert: float) -> Choice:
+        layer = mlp.layer
+        if layer.index not in self._activations:
+            self._activations[layer.index] = kernel_activation(mlp.module.activation)
+        supported, reason = supports_module(
+            mlp.module,
+            (layer.input_dims, layer.hidden_dims),
+            dtype_name(dtype),
+            self._activations[layer.index],
+        )
+        return choose(
+            forced=self._forced,
+            supported=supported,
+            unsupported_reason=reason,
+            format_name=layer.quant[0][1].name,
+            rows_per_expert=rows_per_expert,
+            verified=self._verified,
+        )
+
+    def _fused(
+        self,
+        mlp: ExpertMlp,
+        module: nn.Module,
+        planes: Planes,
+        x: mx.array,
+        tokens: np.ndarray,
+        ids: np.ndarray,
+    ) -> mx.array:
+        activation = self._activations[mlp.layer.index]
+        return grouped_mlp_metal(
+            module, planes, x, tokens, ids, activation=activation, run=self._run
+        )
 
     def prepare_model(self, model: nn.Module, vocab_size: int) -> Callable[[], None]:
         """Resident layers run on MLX as they are."""

@@ -7,6 +7,7 @@ calls ``gather_qmm`` exactly as mlx-lm's switch layers do, on the planes of one 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -116,14 +117,39 @@ class EvalFence:
         self._arrays.clear()
 
 
+class RowsMlp(Protocol):
+    """The expert MLP of rows sorted by expert; `gathered_mlp` is the stock one."""
+
+    def __call__(
+        self, module: nn.Module, planes: Planes, x: mx.array, tokens: np.ndarray, ids: np.ndarray
+    ) -> mx.array:
+        """``x [C, D]``, the token and the local expert of each row ``[R]`` -> ``[R, D]``."""
+
+
+def gathered_mlp(
+    module: nn.Module, planes: Planes, x: mx.array, tokens: np.ndarray, ids: np.ndarray
+) -> mx.array:
+    """Gather the rows, then :func:`grouped_mlp_ops`."""
+    return grouped_mlp_ops(module, planes, x[mx.array(tokens)], mx.array(ids))
+
+
 class MlxLayerComputation:
     """An expert layer over chunks, one gather per chunk and group.
 
     Weighted sums go through an un-sort of fixed order, never through atomics, so results are the
     same from run to run.
+
+    Args:
+        rows_mlp: computes the rows; stock MLX operations unless a backend chose its kernels.
     """
 
-    def __init__(self, mlp: ExpertMlp, chunks: Sequence[ChunkInput]) -> None:
+    def __init__(
+        self,
+        mlp: ExpertMlp,
+        chunks: Sequence[ChunkInput],
+        rows_mlp: RowsMlp = gathered_mlp,
+    ) -> None:
+        self._rows_mlp = rows_mlp
         for chunk in chunks:
             check_expert_ids(chunk.indices, mlp.layer.num_experts, mlp.layer.name)
         self._mlp = mlp
@@ -159,8 +185,7 @@ class MlxLayerComputation:
             return None
         rows = rows[np.argsort(ids[rows], kind="stable")]
         k = chunk.indices.shape[1]
-        x = chunk.x[mx.array(rows // k)]
-        out = grouped_mlp_ops(self._mlp.module, group.weights, x, mx.array(ids[rows]))
+        out = self._rows_mlp(self._mlp.module, group.weights, chunk.x, rows // k, ids[rows])
         if not chunk.combined:
             flat = y.reshape(-1, y.shape[-1])
             flat[mx.array(rows)] = out.astype(flat.dtype)

@@ -46,12 +46,11 @@ class Case:
     tokens: int = 64
     top_k: int = 2
 
-    @property
-    def name(self) -> str:
-        """Such as ``affine 4-bit g64``."""
+    def spec(self, float_bits: int) -> QuantSpec:
+        """The packing; `float_bits` is the width of unquantized weights."""
         if self.mode == "none":
-            return "unquantized"
-        return f"{self.mode} {self.bits}-bit g{self.group_size}"
+            return QuantSpec("none", float_bits, 0)
+        return QuantSpec(self.mode, self.bits, self.group_size)
 
     @property
     def flops(self) -> int:
@@ -64,12 +63,13 @@ class CaseResult:
     """What a case gave.
 
     Attributes:
+        name: of the experts' format.
         error: largest difference over the largest reference value.
         seconds: median of the backend's layer.
         stock_seconds: median of MLX's own gather operations on the same experts.
     """
 
-    case: Case
+    name: str
     error: float
     tolerance: float
     seconds: float
@@ -129,7 +129,7 @@ def run_case(backend: Backend, case: Case, rounds: int = 3) -> CaseResult:
     finally:
         backend.free(buffer)
     error = float(np.abs(actual - expected).max() / np.abs(expected).max())
-    return CaseResult(case, error, TOLERANCE[dtype], seconds, stock)
+    return CaseResult(layer.quant[0][1].name, error, TOLERANCE[dtype], seconds, stock)
 
 
 def _random_experts(case: Case, dtype: mx.Dtype) -> SwitchGLU:
@@ -168,9 +168,7 @@ def _layer_image(case: Case, module: SwitchGLU) -> tuple[ExpertLayer, bytes]:
                 )
             )
             image += raw
-    spec = QuantSpec(case.mode, case.bits, case.group_size)
-    if case.mode == "none":
-        spec = QuantSpec("none", 8 * module.gate_proj.weight.itemsize, 0)
+    spec = case.spec(8 * module.gate_proj.weight.itemsize)
     quant = tuple((name, spec) for name in PROJECTIONS)
     layer = ExpertLayer(0, "selftest", "glu", case.experts, tuple(tensors), quant)
     return layer, image

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_stream import interrupts
 from mlx_stream.backends.base import Backend, ChunkInput, ExpertMlp, LayerComputation
 from mlx_stream.decode.expert_cache import ExpertCache, Record
 from mlx_stream.experts.streamed_experts import StreamedExperts
@@ -27,6 +28,7 @@ class ExactExecutor:
         self.stall_seconds = 0.0
 
     def __call__(self, experts: StreamedExperts, x: mx.array, indices: mx.array) -> Any:
+        interrupts.check()
         flat_x = x.reshape(-1, x.shape[-1])
         flat_ids = indices.reshape(-1, indices.shape[-1])
         mx.eval(flat_x, flat_ids)

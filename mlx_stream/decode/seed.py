@@ -12,7 +12,7 @@ from mlx_stream.storage.read_plan import GroupRead
 
 RECENT_TOKENS = 64
 # Copies run on the compute thread; beyond a few routed sets they cost more than they save.
-ROUTED_SETS = 4
+ROUTED_SETS = 2
 
 
 class RecentTokensSeeder:

@@ -18,6 +18,7 @@ from mlx_stream.backends.base import Backend, Fence, HostBuffer, NoFence
 from mlx_stream.errors import MlxStreamError
 from mlx_stream.storage.read_plan import GroupRead
 from mlx_stream.storage.reader import Reader, Ticket
+from mlx_stream.storage.slot_memory import trim_heap
 
 
 def settle(tickets: Sequence[Ticket]) -> None:
@@ -120,6 +121,7 @@ class StagingRing:
         for slot in self._slots:
             self._backend.free(slot.buffer)
         self._slots.clear()
+        trim_heap()
 
     def _retire_one(self) -> None:
         slot = self._fenced.popleft()

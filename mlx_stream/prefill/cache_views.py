@@ -110,23 +110,23 @@ class CacheSnapshot:
 
     Args:
         append_only: what follows only appends to plain caches, as a decode step does. Their offset
-            alone then undoes it, and a step does not copy the whole cache.
+            alone then undoes it: no array is copied, and none is kept alive when a cache grows.
     """
 
     def __init__(self, cache: Any, *, append_only: bool = False) -> None:
-        self._saved = [
-            (
-                leaf,
-                dict(leaf.__dict__)
-                if append_only and type(leaf) in _APPENDING
-                else _alias(leaf.__dict__),
-            )
-            for leaf in cache_leaves(cache)
-        ]
+        self._offsets: list[tuple[Any, int]] = []
+        self._states: list[tuple[Any, dict[str, Any]]] = []
+        for leaf in cache_leaves(cache):
+            if append_only and type(leaf) in _APPENDING:
+                self._offsets.append((leaf, leaf.offset))
+            else:
+                self._states.append((leaf, _alias(leaf.__dict__)))
 
     def restore(self) -> None:
         """Undo everything that happened to the cache since the snapshot."""
-        for leaf, state in self._saved:
+        for leaf, offset in self._offsets:
+            leaf.offset = offset
+        for leaf, state in self._states:
             leaf.__dict__.clear()
             leaf.__dict__.update(_alias(state))
 

@@ -16,6 +16,7 @@ import greenlet
 import mlx.core as mx
 import numpy as np
 
+from mlx_stream import interrupts
 from mlx_stream.errors import RendezvousError
 from mlx_stream.experts.deferred import DeferredExpertOutput
 from mlx_stream.experts.streamed_experts import Executor, StreamedExperts
@@ -76,6 +77,7 @@ def _meet(
     indices: mx.array,
     scores: mx.array | None,
 ) -> mx.array:
+    interrupts.check()
     lead, k = tuple(indices.shape[:-1]), indices.shape[-1]
     flat_scores = None if scores is None else scores.reshape(-1, k)
     flat_x, flat_ids = x.reshape(-1, x.shape[-1]), indices.reshape(-1, k)

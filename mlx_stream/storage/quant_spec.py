@@ -36,6 +36,13 @@ class QuantSpec:
     bits: int
     group_size: int
 
+    @property
+    def name(self) -> str:
+        """Such as ``affine 4-bit g64``."""
+        if self.mode == "none":
+            return f"{self.bits}-bit floats"
+        return f"{self.mode} {self.bits}-bit g{self.group_size}"
+
 
 @dataclass(frozen=True)
 class QuantConfig:

@@ -16,6 +16,7 @@ from types import TracebackType
 
 import numpy as np
 
+from mlx_stream import interrupts
 from mlx_stream.errors import MlxStreamError, ReadCancelled, ReadError
 from mlx_stream.storage.checkpoint import Checkpoint
 from mlx_stream.storage.open_files import check_identity, check_path, close_all, open_all
@@ -69,6 +70,7 @@ class Ticket:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self.done():
+                interrupts.check()
                 left = _POLL if deadline is None else min(_POLL, deadline - time.monotonic())
                 if left <= 0:
                     raise TimeoutError(f"reads not done after {timeout} s")

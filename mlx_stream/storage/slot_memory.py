@@ -8,7 +8,9 @@ common): with 4 KiB pages an 8 MiB read becomes many small ones. Huge pages made
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import sys
 
 import numpy as np
 
@@ -38,3 +40,13 @@ def allocate_slot(nbytes: int) -> np.ndarray:
     """
     memory, start = map_huge(nbytes)
     return np.frombuffer(memory, np.uint8, count=nbytes, offset=start)
+
+
+def trim_heap() -> None:
+    """Give the heap's free pages back to the system, where malloc keeps them (glibc).
+
+    After a prefill that is hundreds of megabytes which the expert cache is about to ask for.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another libc
+            ctypes.CDLL(None).malloc_trim(0)

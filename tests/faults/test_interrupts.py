@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import time
@@ -90,14 +91,9 @@ def test_interrupted_while_waiting_for_the_disk(intact, prompt, answer, monkeypa
     install_fault(monkeypatch, lambda *_: time.sleep(slow[0]))
     with nothing_left(), mlx_stream.load(intact, memory_budget=ROOMY) as runtime:
         slow[0] = 0.5
-        previous = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-        signal.setitimer(signal.ITIMER_REAL, 0.25)
         started = time.monotonic()
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                runtime.prefill(prompt)
-        finally:
-            signal.signal(signal.SIGALRM, previous)
+        with pytest.raises(KeyboardInterrupt), _CtrlC(0.25):
+            runtime.prefill(prompt)
         assert time.monotonic() - started < SIGNAL_TO_EXIT_SECONDS
         slow[0] = 0.0
         assert [r.token for r in runtime.stream_generate(prompt, len(answer))] == answer
@@ -114,6 +110,61 @@ def test_decode_interrupted(intact, prompt, answer, monkeypatch):
                 next(tokens)
         rest = runtime.stream_generate(got[-1:], len(answer) - 2, prompt_cache=cache)
         assert got + [r.token for r in rest] == answer
+
+
+class _CtrlC:
+    """Sends this process a SIGINT some seconds from now; leave the block to call it off."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        self._previous = signal.signal(
+            signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT)
+        )
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._previous)
+
+
+def test_ctrl_c_at_any_moment_of_a_prefill(intact, prompt):
+    """Forty signals spread over the prefill: each leaves everything as it was."""
+    tail = random_tokens(100, 20, seed=8)
+    expected = stock_greedy(stock_model(intact), prompt + tail, 5)
+    with nothing_left(), mlx_stream.load(intact, memory_budget=ROOMY, chunk_tokens=16) as runtime:
+        cache = runtime.prefill(prompt).cache
+        before, interrupted = cache_contents(cache), 0
+        started = time.monotonic()
+        runtime.prefill(tail, runtime.prefill(prompt).cache)
+        seconds = (time.monotonic() - started) / 2
+        for n in range(40):
+            try:
+                with _CtrlC(seconds * (n + 0.5) / 40):
+                    runtime.prefill(tail, cache)
+            except KeyboardInterrupt:
+                interrupted += 1
+                assert_same_contents(cache, before)
+            else:  # it was quicker this time
+                cache = runtime.prefill(prompt).cache
+        assert interrupted >= 10
+        got = [r.token for r in runtime.stream_generate(tail, 5, prompt_cache=cache)]
+        assert got == expected
+
+
+def test_ctrl_c_at_any_moment_of_decode(intact, prompt, answer):
+    """The runtime answers rightly after each; no slot of the expert cache is lost."""
+    with nothing_left(), mlx_stream.load(intact, memory_budget=ROOMY) as runtime:
+        started = time.monotonic()
+        list(runtime.stream_generate(prompt, 40))
+        seconds = time.monotonic() - started
+        for n in range(20):
+            with contextlib.suppress(KeyboardInterrupt), _CtrlC(seconds * (n + 0.5) / 20):
+                list(runtime.stream_generate(prompt, 40))
+            assert [r.token for r in runtime.stream_generate(prompt, 3)] == answer[:3]
+        records = runtime.engine._cache
+        assert records._allocated == len(records) + len(records._free)
 
 
 def test_generator_dropped_half_way(intact, prompt, answer):

@@ -56,7 +56,8 @@ def test_our_runtime(tmp_path_factory):
     """The report's parts agree with each other."""
     model = cached_checkpoint(tmp_path_factory, "qwen3_moe")
     _disk_of(model)
-    report = _report("--model", model, "--tokens", 64, "--decode", 3, "--memory", "700MB")
+    caps = ("--memory", "700MB", "--allowance", "250MB")
+    report = _report("--model", model, "--tokens", 64, "--decode", 3, *caps)
     child, group = report["child"], report["group"]
     assert report["exit_code"] == 0
     assert report["limits"]["memory"] == 700_000_000

@@ -34,6 +34,7 @@ MEDIUM = {
 LARGE = MEDIUM | {
     "hidden_size": 2048,
     "moe_intermediate_size": 768,
+    "num_hidden_layers": 9,
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "num_attention_heads": 32,

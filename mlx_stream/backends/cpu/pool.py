@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
+from mlx_stream import interrupts
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -170,6 +172,7 @@ class WorkerPool:
             raise RuntimeError("the worker pool is closed")
         if threading.current_thread() in self._workers:
             return self._run_inline(fn, items, consume)
+        interrupts.check()
         with self._busy, _controller().limit(limits=1, user_api="blas"):
             if self.threads == 1 or len(items) <= 1:
                 return self._run_inline(fn, items, consume)

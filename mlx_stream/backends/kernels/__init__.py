@@ -1,0 +1,1 @@
+"""Grouped-expert kernels: their sources, their launch parameters, and who runs them."""

@@ -1,0 +1,63 @@
+"""The Metal backend with our kernels in place of MLX's gathers, the kernels on the CPU shim."""
+
+import pytest
+
+from mlx_stream.backends.kernels.selection import KernelChoiceError, choose, forced_path
+from mlx_stream.backends.metal import MetalBackend
+from mlx_stream.hub import demo_path
+from tests.backends.kernels.running import ShimRunner
+from tests.kernel_shim import needs_clang
+from tests.prefill.running import generate, relative
+
+PROMPT = ([ord(c) % 60 + 20 for c in "In the beginning God created the heaven and the earth"])[:24]
+
+
+@needs_clang
+@pytest.mark.slow
+def test_demo_prefill_through_the_metal_kernels_gives_the_cpu_backends_tokens(
+    open_engine, open_metal, monkeypatch
+):
+    cpu = open_engine(demo_path())
+    expected, tokens = cpu.prefill(PROMPT), generate(cpu, PROMPT, 4)
+    monkeypatch.setenv("MLX_STREAM_KERNELS", "fused")
+    runner = ShimRunner()
+    engine = open_metal(demo_path(), backend=MetalBackend(require_device=False, run=runner))
+    result = engine.prefill(PROMPT)
+    assert relative(result.logits, expected.logits) < 1e-4
+    assert generate(engine, PROMPT, 4) == tokens
+    assert runner.findings == []
+    assert set(engine.backend.choices) == {"fused: MLX_STREAM_KERNELS=fused"}
+
+
+CASE = {
+    "forced": "auto",
+    "supported": True,
+    "unsupported_reason": "none",
+    "format_name": "affine 4-bit g64",
+    "rows_per_expert": 128.0,
+    "verified": {"affine 4-bit g64": 1.2},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "word"),
+    [
+        ({}, "fused", "1.20x"),
+        ({"rows_per_expert": 8.0}, "stock", "8 rows"),
+        ({"verified": {}}, "stock", "doctor"),
+        ({"verified": {"affine 4-bit g64": 0.9}}, "stock", "0.90x"),
+        ({"forced": "fused", "verified": {}, "rows_per_expert": 1.0}, "fused", "=fused"),
+        ({"forced": "stock"}, "stock", "=stock"),
+        ({"supported": False, "forced": "fused"}, "stock", "no kernel"),
+    ],
+)
+def test_the_choice_has_a_reason(changes, path, word):
+    choice = choose(**(CASE | changes))
+    assert choice.path == path
+    assert word in choice.reason
+
+
+def test_an_unknown_value_is_an_error(monkeypatch):
+    monkeypatch.setenv("MLX_STREAM_KERNELS", "fast")
+    with pytest.raises(KernelChoiceError, match="fast"):
+        forced_path()
