@@ -45,6 +45,7 @@ from tests.kernel_shim.generate import cuda_kernel  # noqa: E402
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120")
 FLAGS = ("-std=c++17", "-cubin", "-Xptxas", "-v", "-w")
 TABLE = ROOT / "docs" / "cuda_kernels.md"
+HEADING = "## Registers, shared memory, spills"
 
 # What of MLX's default header (utils.cuh) a kernel can see.
 PRELUDE = """\
@@ -66,7 +67,7 @@ SWIGLU, OAI = CudaActivation(0, True), CudaActivation(3, True, 7.0, 1.702)
 RELU2 = CudaActivation(21, False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """One instantiation of a kernel."""
 
@@ -214,12 +215,13 @@ def table(results: dict[tuple[Variant, str], Usage], archs: Sequence[str]) -> st
     return "\n".join(lines)
 
 
-def document(results: dict[tuple[Variant, str], Usage], archs: Sequence[str], version: str) -> str:
-    """The text of docs/cuda_kernels.md."""
-    intro = (Path(__file__).parent / "cuda_kernels_intro.md").read_text()
-    spilled = sum(u.spill_nbytes > 0 for u in results.values())
+def document(
+    results: dict[tuple[Variant, str], Usage], archs: Sequence[str], version: str, prose: str
+) -> str:
+    """The text of docs/cuda_kernels.md: its prose up to HEADING, then the table."""
+    spilled = sum(usage.spill_nbytes > 0 for usage in results.values())
     return (
-        f"{intro.rstrip()}\n\n## Registers, shared memory, spills\n\n"
+        f"{prose.partition(HEADING)[0].rstrip()}\n\n{HEADING}\n\n"
         f"Written by `tools/build_cuda.py` with {version}: {len(results)} builds, {spilled} with "
         "spills. A cell is registers of a thread / static shared memory of a block (128 threads; "
         "256 for `moe_combine`).\n\n"
@@ -247,7 +249,10 @@ def main(archs: tuple[str, ...], only: str | None, out: str, jobs: int) -> None:
         return
     lines = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     release = re.search(r"release [\d.]+, V([\d.]+)", lines)
-    Path(out).write_text(document(results, archs, f"nvcc {release[1] if release else '?'}"))
+    compiler = f"nvcc {release[1] if release else '?'}"
+    file = Path(out)
+    prose = file.read_text() if file.exists() else "# CUDA kernels"
+    file.write_text(document(results, archs, compiler, prose))
     click.echo(f"{len(results)} builds in {sum(u.seconds for u in usages):.0f} s; wrote {out}")
 
 
