@@ -19,10 +19,10 @@ import click
 import numpy as np
 
 from mlx_stream.backends.base import NoFence
+from mlx_stream.config import StreamConfig
 from mlx_stream.engine import Engine
 from mlx_stream.experts.staging import Slot, SlotState, StagingRing
 from mlx_stream.prefill.schedule import PrefillPlan
-from mlx_stream.runtime import load
 from mlx_stream.storage.read_plan import GroupRead, plan_group
 
 
@@ -106,17 +106,23 @@ def main(model: Path, tokens: int, memory_budget: str, chunk_tokens: int, rounds
     """Run the three arms and print their ratio."""
     ids = np.random.default_rng(0).integers(2, 1000, tokens)
     arms: dict[str, list[float]] = {"read-only": [], "compute-only": [], "streamed": []}
-    with load(model, memory_budget=memory_budget, chunk_tokens=chunk_tokens) as runtime:
-        engine = runtime.engine
+    # Short prompts would read only what they route to: here every arm streams everything.
+    config = StreamConfig.build(
+        memory_budget=memory_budget, chunk_tokens=chunk_tokens, union_tokens=0
+    )
+    engine = Engine(model, config)
+    try:
         plan = engine.plan(tokens)
         click.echo(str(plan))
         filled = preload(engine, plan)
-        runtime.prefill(ids[:16])
+        engine.prefill(ids)
         for _ in range(rounds):
             arms["read-only"].append(read_only(engine, plan))
             ring = PreloadedRing(filled)
             arms["compute-only"].append(engine.run_plan(plan, ids, ring=ring)[1].wall_seconds)
-            arms["streamed"].append(runtime.prefill(ids).receipt.wall_seconds)
+            arms["streamed"].append(engine.prefill(ids).receipt.wall_seconds)
+    finally:
+        engine.close()
     report(arms, tokens)
 
 

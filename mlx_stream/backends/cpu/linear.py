@@ -20,8 +20,8 @@ from mlx_stream.backends.cpu.gemm import (
     Arena,
     Projection,
     activation_operand,
-    blocks,
     copy_transposed,
+    even_blocks,
     padded,
     row_stride,
 )
@@ -118,7 +118,7 @@ def _apply_direct(bound: _Bound, x: np.ndarray, y: np.ndarray, pool: WorkerPool)
         arena = Arena(pool.scratch(projection.scratch_nbytes))
         projection.apply_to_rows(bound.weights, bound.dtypes, x, rows, y[:, rows], arena)
 
-    pool.map_ordered(run, blocks(projection.output_dims, W_BLOCK_ROWS))
+    pool.map_ordered(run, even_blocks(projection.output_dims, W_BLOCK_ROWS, pool.threads))
 
 
 def _apply_transposed(bound: _Bound, x: np.ndarray, y: np.ndarray, pool: WorkerPool) -> None:
@@ -135,7 +135,7 @@ def _apply_transposed(bound: _Bound, x: np.ndarray, y: np.ndarray, pool: WorkerP
         projection.apply(bound.weights, bound.dtypes, operand, rows, out, arena)
         copy_transposed(out, y[:, rows])
 
-    pool.map_ordered(run, blocks(projection.output_dims, W_BLOCK_ROWS))
+    pool.map_ordered(run, even_blocks(projection.output_dims, W_BLOCK_ROWS, pool.threads))
 
 
 def install_dense(
