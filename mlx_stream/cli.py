@@ -6,6 +6,7 @@ import click
 
 from mlx_stream import __version__
 from mlx_stream.config import format_bytes
+from mlx_stream.doctor import doctor
 from mlx_stream.generate import generate
 from mlx_stream.terminal import run_command
 
@@ -25,6 +26,7 @@ def cli() -> None:
 
 
 cli.add_command(generate)
+cli.add_command(doctor)
 
 PLAN_EXAMPLES = """
 \b

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ def doctor(backend: str, rounds: int) -> None:
     from mlx_stream.backends.select import select_backend
     from mlx_stream.backends.selftest import run_selftest
 
+    # What is checked on a Mac is our kernels; whether they are used afterwards depends on it.
+    os.environ.setdefault("MLX_STREAM_KERNELS", "fused")
     chosen = select_backend(backend)
     console = Console()
     try:
@@ -45,6 +48,8 @@ def doctor(backend: str, rounds: int) -> None:
                 results.append(result)
                 table.add_row(*_row(result))
         console.print(table)
+        if chosen.name == "metal":
+            console.print(_remember(results))
     finally:
         chosen.close()
     wrong = [r.name for r in results if not r.healthy]
@@ -68,6 +73,16 @@ def _machine(backend: Backend) -> list[str]:
     if memory.limit is not None:
         lines.append(f"recommended GPU working set {format_bytes(memory.limit)}")
     return lines
+
+
+def _remember(results: list[CaseResult]) -> str:
+    """Keep what our kernels gained here; later runs choose by it."""
+    from mlx_stream.backends.kernels.selection import machine_name, save_profile
+
+    gains = {r.name: r.stock_seconds / r.seconds for r in results if r.healthy}
+    path = save_profile(machine_name(), gains)
+    used = sorted(name for name, gain in gains.items() if gain > 1.0)
+    return f"our kernels will be used for: {', '.join(used) or 'nothing'} ({path})"
 
 
 def _row(result: CaseResult) -> tuple[str, ...]:
