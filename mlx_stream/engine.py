@@ -8,6 +8,7 @@ thread.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,6 +237,7 @@ class Engine:
             backend=self.backend.name,
             cached_experts=seeder.kept,
             weighted_layers=self._loaded.combined_layers,
+            kernels=dict(Counter(f"{c.path}: {c.reason}" for c in self.backend.choices.values())),
         )
 
     def decode(

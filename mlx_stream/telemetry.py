@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlx_stream.config import format_bytes
 
@@ -32,6 +32,7 @@ class Receipt:
         backend: the backend's name.
         cached_experts: experts handed to the decode cache.
         weighted_layers: expert layers whose outputs were combined inside the stream.
+        kernels: ``"path: reason"`` -> expert layers computed that way.
     """
 
     prompt_tokens: int
@@ -51,6 +52,7 @@ class Receipt:
     backend: str
     cached_experts: int = 0
     weighted_layers: int = 0
+    kernels: dict[str, int] = field(default_factory=dict)
 
     @property
     def read_amplification(self) -> float:

@@ -7,7 +7,7 @@ raw bytes. All methods are called from the compute thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_stream.backends.kernels.selection import Choice
 from mlx_stream.storage.expert_index import ExpertLayer
 from mlx_stream.storage.read_plan import GroupRead
 
@@ -121,11 +122,13 @@ class Backend(Protocol):
         name: ``"cpu"``, ``"metal"`` or ``"cuda"``.
         capabilities: names of what it can do; asking for another raises CapabilityError.
         compute_dtype: dtype the model's floats are cast to; None keeps the checkpoint's.
+        choices: how each expert layer was computed last, by its name.
     """
 
     name: str
     capabilities: frozenset[str]
     compute_dtype: mx.Dtype | None
+    choices: Mapping[str, Choice]
 
     def allocate(self, nbytes: int, align: int) -> HostBuffer:
         """Memory for one slot; the caller has already asked the budget."""

@@ -7,7 +7,7 @@ reads. The base array is held for the life of the buffer and never assigned to.
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -55,7 +55,7 @@ class MetalBackend:
         run: who launches our kernels; the tests pass a CPU shim.
 
     Attributes:
-        choices: how many expert layers ran which way, and why.
+        choices: how each expert layer was computed last, by its name.
 
     Raises:
         CapabilityError: no Metal device.
@@ -77,7 +77,7 @@ class MetalBackend:
         self._forced = forced_path()
         self._verified = load_profile(machine_name())
         self._activations: dict[int, KernelActivation | None] = {}
-        self.choices: Counter[str] = Counter()
+        self.choices: dict[str, Choice] = {}
         self._pool: dict[int, list[HostBuffer]] = defaultdict(list)
         self._device = require_device
         self._old_cache_limit = mx.set_cache_limit(CACHE_LIMIT_NBYTES)
@@ -105,11 +105,11 @@ class MetalBackend:
         return PublishedGroup(read.experts, _LazyPlanes(read, base, lead))
 
     def begin_layer(self, mlp: ExpertMlp, chunks: Sequence[ChunkInput]) -> LayerComputation:
-        """Stock operations or our kernels, as :func:`choose` says; `choices` counts the reasons."""
+        """Stock operations or our kernels, as :func:`choose` says."""
         rows = sum(c.indices.size for c in chunks)
         used = len(np.unique(np.concatenate([c.indices.reshape(-1) for c in chunks])))
         choice = self._choose(mlp, chunks[0].x.dtype, rows / max(1, used))
-        self.choices[f"{choice.path}: {choice.reason}"] += 1
+        self.choices[mlp.layer.name] = choice
         if choice.path == "stock":
             return MlxLayerComputation(mlp, chunks)
         return MlxLayerComputation(mlp, chunks, partial(self._fused, mlp))

@@ -40,6 +40,7 @@ from mlx_stream.backends.cpu.linear import install_dense
 from mlx_stream.backends.cpu.memory import HostMemory
 from mlx_stream.backends.cpu.pool import WorkerPool
 from mlx_stream.backends.grouping import group_by_expert
+from mlx_stream.backends.kernels.selection import Choice
 from mlx_stream.storage.read_plan import GroupRead
 
 _NUMPY = {"U32": np.uint32, "U8": np.uint8, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
@@ -56,6 +57,7 @@ class CpuBackend:
     def __init__(self, threads: int | None = None) -> None:
         self._pool = WorkerPool(threads)
         self._specs: dict[int, tuple[ExpertMlp, MlpSpec]] = {}
+        self.choices: dict[str, Choice] = {}
         self._memory = HostMemory()
         self._old_cache_limit = mx.set_cache_limit(MLX_CACHE_NBYTES)
         self._old_device = mx.default_device()
@@ -126,6 +128,9 @@ class CpuBackend:
         known = self._specs.get(mlp.layer.index)
         if known is None or known[0] is not mlp:
             self._specs[mlp.layer.index] = known = (mlp, _mlp_spec(mlp))
+            twin = known[1].activation is not None
+            reason = "BLAS" if twin else f"BLAS, activation {type(mlp.module.activation).__name__}"
+            self.choices[mlp.layer.name] = Choice("numpy" if twin else "numpy+mlx", reason)
         return known[1], {t.key: t.dtype for t in mlp.layer.tensors}
 
 

@@ -31,20 +31,13 @@ from mlx_stream.backends.kernels.grouped_cuda import (
     why_not,
 )
 from mlx_stream.backends.kernels.launch import Launch, dtype_name
+from mlx_stream.backends.kernels.selection import Choice
 from mlx_stream.backends.kernels.source import KernelSource
 from mlx_stream.backends.mlx_ops import Planes, grouped_mlp_ops
 
 DEQUANTIZED_NBYTES = 256 << 20  # of the weights unpacked at a time
 
 Launcher = Callable[[KernelSource, Launch, Sequence[mx.array]], list[mx.array]]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How a layer is computed and why: goes into the receipt."""
-
-    path: str
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class KernelChoiceError(MlxStreamError):
 
 @dataclass(frozen=True)
 class Choice:
-    """``path`` is ``"stock"`` or ``"fused"``."""
+    """How a layer is computed, such as ``"stock"`` or ``"fused"``, and why: for the receipt."""
 
     path: str
     reason: str
