@@ -35,6 +35,7 @@ from mlx_stream.planner.free_memory import default_budget
 from mlx_stream.prefill.cache_views import CacheSnapshot, cache_offset
 from mlx_stream.prefill.layer_major import LayerMajorPrefill
 from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress
+from mlx_stream.prompts import check_token_ids, empty_prompt
 from mlx_stream.storage.checkpoint import open_checkpoint
 from mlx_stream.storage.expert_index import build_expert_index
 from mlx_stream.storage.read_plan import slot_capacity
@@ -129,7 +130,14 @@ class Engine:
 
         Raises:
             BudgetError: it does not fit.
+            MlxStreamError: the prompt is empty, or the engine was closed.
         """
+        if prompt_tokens < 1:
+            raise empty_prompt()
+        if not self._closers:
+            raise MlxStreamError(
+                "the model is closed", remedy="load it again, or stay inside the with-block"
+            )
         return plan_prefill(
             self.index,
             self._shape,
@@ -160,7 +168,7 @@ class Engine:
             BudgetError: the prompt does not fit the memory budget; nothing was read.
             FileChangedError, ReadError: the checkpoint changed or cannot be read.
         """
-        ids = self._check_tokens(tokens)
+        ids = check_token_ids(tokens, self._shape.vocab)
         self.reader.check_unchanged()
         past = cache_offset(cache) if cache is not None else 0
         plan = self.plan(len(ids), past_tokens=past)
@@ -274,22 +282,6 @@ class Engine:
     def peak_nbytes(self) -> int:
         """Highest sum of MLX allocations and host buffers since the last prefill began."""
         return self.backend.memory().peak
-
-    def _check_tokens(self, tokens: Sequence[int] | np.ndarray | mx.array) -> np.ndarray:
-        ids = np.array(tokens, dtype=np.int64).reshape(-1)
-        vocab = self._shape.vocab
-        if not ids.size:
-            raise MlxStreamError(
-                "the prompt is empty", expected="at least one token", remedy="pass a prompt"
-            )
-        if ids.min() < 0 or (vocab and ids.max() >= vocab):
-            raise MlxStreamError(
-                "a token id is outside the vocabulary",
-                expected=f"0..{vocab - 1}",
-                actual=f"{ids.min()}..{ids.max()}",
-                remedy="use the checkpoint's own tokenizer",
-            )
-        return ids
 
     def _grant(self, plan: PrefillPlan) -> None:
         """Ask the budget for everything that the plan will allocate, cache last."""

@@ -13,6 +13,7 @@ import click
 
 from mlx_stream.config import BACKENDS, IO_MODES
 from mlx_stream.errors import MlxStreamError
+from mlx_stream.sampling import make_sampler_of, sampling_options
 from mlx_stream.terminal import PrefillBar, run_command
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ Examples:
       --system-prompt "Summarize." --max-tokens 300 --receipt receipt.json
   cat notes.md | python -m mlx_stream.generate --model ./checkpoint --prompt -
 
-Without --model a small demo model that ships in the package writes King-James-style prose.
+Without --model a small demo model that ships in the package writes prose in the manner of the
+King James Bible and Jane Austen; --temp 0.7 --top-p 0.9 suits it better than greedy decoding.
 """
 
 
@@ -83,19 +85,7 @@ class GenerateOptions:
     show_default=True,
     help="-1: no limit.",
 )
-@click.option(
-    "--temp",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="Sampling temperature; 0 is greedy.",
-)
-@click.option("--top-p", default=1.0, show_default=True, help="Nucleus sampling.")
-@click.option("--min-p", default=0.0, show_default=True, help="Least share of the top token.")
-@click.option("--top-k", default=0, show_default=True, help="Sample among the k likeliest.")
-@click.option("--min-tokens-to-keep", default=1, show_default=True, help="For --min-p.")
-@click.option("--xtc-probability", default=0.0, show_default=True, help="Chance of XTC sampling.")
-@click.option("--xtc-threshold", default=0.1, show_default=True, help="XTC threshold.")
+@sampling_options
 @click.option("--seed", type=int, help="Seed of the sampler.")
 @click.option("--ignore-chat-template", is_flag=True, help="Use the prompt as it is.")
 @click.option("--chat-template-config", help="JSON object of chat template arguments.")
@@ -184,7 +174,10 @@ def _encode(runtime: Runtime, options: GenerateOptions, text: str) -> list[int]:
     tokenizer = runtime.tokenizer
     for token in options.extra_eos_token:
         if tokenizer is not None:
-            tokenizer.add_eos_token(token)
+            try:
+                tokenizer.add_eos_token(token)
+            except ValueError as error:
+                raise click.UsageError(f"--extra-eos-token: {error}") from error
     if tokenizer is None:
         return _token_ids(text)
     if options.ignore_chat_template or not tokenizer.has_chat_template:
@@ -234,7 +227,10 @@ def _stream(runtime: Runtime, options: GenerateOptions, ids: list[int]) -> None:
         click.echo(repr(runtime), err=True)
     with PrefillBar(enabled=options.verbose) as bar:
         for response in runtime.stream_generate(
-            ids, options.max_tokens, sampler=_sampler(runtime, options), progress=bar.update
+            ids,
+            options.max_tokens,
+            sampler=make_sampler_of(runtime.tokenizer, options),
+            progress=bar.update,
         ):
             text = response.text if runtime.tokenizer is not None else f"{response.token} "
             click.echo(text, nl=False)
@@ -248,24 +244,6 @@ def _stream(runtime: Runtime, options: GenerateOptions, ids: list[int]) -> None:
         )
 
 
-def _sampler(runtime: Runtime, options: GenerateOptions) -> Any:
-    from mlx_lm.sample_utils import make_sampler
-
-    special: list[int] = []
-    if runtime.tokenizer is not None and options.xtc_probability > 0:
-        special = [*runtime.tokenizer.encode("\n"), *runtime.tokenizer.eos_token_ids]
-    return make_sampler(
-        options.temp,
-        options.top_p,
-        options.min_p,
-        options.min_tokens_to_keep,
-        top_k=options.top_k,
-        xtc_probability=options.xtc_probability,
-        xtc_threshold=options.xtc_threshold,
-        xtc_special_tokens=special,
-    )
-
-
 def _check_receipt_folder(options: GenerateOptions) -> None:
     """Before any work: minutes later would be too late to say so."""
     if options.receipt is None:
@@ -276,18 +254,12 @@ def _check_receipt_folder(options: GenerateOptions) -> None:
 
 
 def _write_receipt(runtime: Runtime, options: GenerateOptions) -> None:
-    """Atomically, so that a reader never sees half a receipt."""
     if options.receipt is None or runtime.last_receipt is None:
         return
-    target = options.receipt.absolute()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(runtime.last_receipt.as_dict(), indent=2) + "\n")
-        os.replace(temporary, target)
+        runtime.last_receipt.write(options.receipt)
     except OSError as error:
-        raise _receipt_error(target, str(error)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise _receipt_error(options.receipt, str(error)) from error
 
 
 def _receipt_error(target: Path, actual: str) -> MlxStreamError:

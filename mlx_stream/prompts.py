@@ -61,3 +61,34 @@ def _need(tokenizer: Any | None) -> Any:
             remedy="add the tokenizer files, or pass token ids",
         )
     return tokenizer
+
+
+def check_token_ids(tokens: Any, vocab: int) -> np.ndarray:
+    """``[N]`` int64 token ids, checked against the vocabulary (0: size unknown).
+
+    Raises:
+        MlxStreamError: text, nothing, or an id that does not exist.
+    """
+    if isinstance(tokens, str):
+        raise MlxStreamError(
+            "prefill takes token ids", actual="text", remedy="use Runtime.encode(text) first"
+        )
+    ids = np.array(tokens, dtype=np.int64).reshape(-1)
+    if not ids.size:
+        raise empty_prompt()
+    wrong = np.flatnonzero((ids < 0) | ((ids >= vocab) if vocab else False))
+    if wrong.size:
+        raise MlxStreamError(
+            "a token id is outside the vocabulary",
+            expected=f"0..{vocab - 1}",
+            actual=f"{ids[wrong[0]]} at position {wrong[0]}",
+            remedy="use the checkpoint's own tokenizer",
+        )
+    return ids
+
+
+def empty_prompt() -> MlxStreamError:
+    """The error for a prompt without tokens."""
+    return MlxStreamError(
+        "the prompt is empty", expected="at least one token", remedy="pass a prompt"
+    )

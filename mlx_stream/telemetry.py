@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mlx_stream.config import format_bytes
 
@@ -76,6 +79,20 @@ class Receipt:
         data["bound"] = self.bound
         data["tokens_per_second"] = self.tokens_per_second
         return data
+
+    def write(self, path: Path) -> None:
+        """Write :meth:`as_dict` as JSON, atomically: a reader never sees half a receipt.
+
+        Raises:
+            OSError: the folder is missing or not writable; nothing is left behind.
+        """
+        target = path.absolute()
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def summary(self) -> str:
         """One line for a terminal."""

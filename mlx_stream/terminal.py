@@ -16,6 +16,10 @@ from mlx_stream.config import ConfigError
 from mlx_stream.errors import MlxStreamError
 from mlx_stream.prefill.schedule import PrefillProgress
 
+NO_MLX = (
+    "mlx is not installed\n"
+    "  what to do: pip install 'mlx-stream[cpu]', or 'mlx-stream[cuda13]' for an NVIDIA GPU"
+)
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -76,6 +80,11 @@ def friendly_errors() -> Iterator[None]:
         _exit(EXIT_USAGE)
     except MlxStreamError as error:
         click.echo(f"error: {error}", err=True)
+        _exit(EXIT_ERROR)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "mlx":
+            raise
+        click.echo(f"error: {NO_MLX}", err=True)
         _exit(EXIT_ERROR)
     except BrokenPipeError:
         # The reader of our output went away; stdout must not be flushed into it at exit.

@@ -25,7 +25,7 @@ EXPERTS = BACKENDS | {"experts"}
 SIBLINGS = EXPERTS
 PLANNER = {"errors", "config", "storage", "hub", "prefill.schedule"}
 RUNTIME = EXPERTS | {"prefill", "decode", "planner", "loader", "hub", "prompts"}
-TOP = RUNTIME | {"engine", "runtime", "terminal", "generate", "doctor", "cli"}
+TOP = RUNTIME | {"engine", "runtime", "terminal", "sampling", "generate", "doctor", "cli"}
 ALLOWED = {
     "errors": set(),
     "interrupts": set(),
@@ -43,6 +43,7 @@ ALLOWED = {
     "loader": EXPERTS | {"planner"},
     "engine": RUNTIME,
     "runtime": RUNTIME | {"engine"},
+    "sampling": BASE,
     "terminal": BASE | {"prefill.schedule"},
     "generate": TOP,
     "doctor": TOP,

@@ -11,12 +11,16 @@ from mlx_stream.decode.expert_cache import ExpertCache
 from mlx_stream.storage.read_plan import GroupRead
 
 RECENT_TOKENS = 64
-# Copies run on the compute thread; beyond a few routed sets they cost more than they save.
+# Copies run on the compute thread; beyond a few routed sets, or a few tens of megabytes a layer,
+# they cost more than they save.
 ROUTED_SETS = 2
+LAYER_NBYTES = 48 << 20
 
 
 class RecentTokensSeeder:
-    """Keeps each layer's most used experts of the last prompt tokens, later ones weighing more.
+    """Keeps the experts of the last prompt token, then the most used ones of the tokens before.
+
+    Later tokens weigh more.
 
     Every layer gets an equal share of the cache's records, at most a few routed sets.
     """
@@ -32,7 +36,8 @@ class RecentTokensSeeder:
         share = (self._cache.capacity * (self._seen + 1)) // self._layers
         share -= (self._cache.capacity * self._seen) // self._layers
         self._seen = (self._seen + 1) % self._layers
-        share = min(share, ROUTED_SETS * indices[0].shape[1])
+        cheap = max(ROUTED_SETS * indices[0].shape[1], LAYER_NBYTES // self._cache.slot_nbytes)
+        share = min(share, cheap)
         recent = _last_rows(indices, RECENT_TOKENS)
         weights = np.arange(1, len(recent) + 1, dtype=np.float64)
         scores = np.bincount(
@@ -40,6 +45,7 @@ class RecentTokensSeeder:
             weights=np.repeat(weights, recent.shape[1]),
             minlength=mlp.layer.num_experts,
         )
+        scores[recent[-1]] += scores.sum()  # what the very last token used comes first
         best = np.argsort(-scores, kind="stable")[:share]
         return frozenset(int(e) for e in best if scores[e] > 0)
 

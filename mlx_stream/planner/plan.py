@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlx_stream.config import parse_bytes
+from mlx_stream.errors import MlxStreamError
 from mlx_stream.hub import resolve_model
 from mlx_stream.planner.fit import DIRECT_ALIGN, Traits, plan_prefill
 from mlx_stream.planner.free_memory import default_budget
@@ -35,6 +36,10 @@ def plan(
         BudgetError: the prompt does not fit; the message names the smallest budget that would do.
         CheckpointError: the checkpoint cannot be streamed.
     """
+    if prompt_tokens < 1:
+        raise MlxStreamError(
+            "the prompt is empty", expected="at least one token", actual=prompt_tokens
+        )
     checkpoint = open_checkpoint(resolve_model(path_or_repo))
     index = build_expert_index(checkpoint)
     budget = default_budget(None)[0] if memory_budget is None else parse_bytes(memory_budget)

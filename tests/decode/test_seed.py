@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_stream.decode.seed import RECENT_TOKENS, ROUTED_SETS, RecentTokensSeeder
+from mlx_stream.decode.seed import LAYER_NBYTES, RECENT_TOKENS, ROUTED_SETS, RecentTokensSeeder
 from tests.prefill.running import decode, recorded_routing, settled_prompt
 from tests.support.checkpoints import stock_prefill
 
@@ -23,6 +23,7 @@ class Mlp:
 class Cache:
     def __init__(self, capacity):
         self.capacity = capacity
+        self.slot_nbytes = LAYER_NBYTES  # so large that the routed sets are the limit
         self.copied = []
 
     def copy_in(self, mlp, expert, read, buffer):
@@ -48,6 +49,9 @@ def test_choice_equals_a_plain_loop(sizes, k, capacity, seed):
     for weight, row in enumerate(rows, start=1):
         for expert in row:
             scores[expert] += weight
+    total = sum(scores.values())
+    for expert in set(rows[-1]):
+        scores[expert] += total
     ranked = sorted(scores, key=lambda e: (-scores[e], e))
     room = min(capacity, ROUTED_SETS * k)
     assert chosen == {e for e in ranked[:room] if scores[e]}
