@@ -32,7 +32,7 @@ from mlx_stream.experts.streamed_experts import set_executor
 from mlx_stream.loader import load_streamed_model, load_tokenizer_if_any
 from mlx_stream.planner.fit import Traits, plan_prefill
 from mlx_stream.planner.free_memory import default_budget
-from mlx_stream.prefill.cache_views import CacheSnapshot, cache_offset
+from mlx_stream.prefill.cache_views import CacheSnapshot, cache_offset, check_prompt_cache
 from mlx_stream.prefill.layer_major import LayerMajorPrefill
 from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress
 from mlx_stream.prompts import check_token_ids, empty_prompt
@@ -170,6 +170,8 @@ class Engine:
         """
         ids = check_token_ids(tokens, self._shape.vocab)
         self.reader.check_unchanged()
+        if cache is not None:
+            check_prompt_cache(cache, make_prompt_cache(self.model))
         past = cache_offset(cache) if cache is not None else 0
         plan = self.plan(len(ids), past_tokens=past)
         snapshot = CacheSnapshot(cache) if cache is not None else None

@@ -32,7 +32,7 @@ def encode_prompt(tokenizer: Any | None, prompt: Prompt, **template: Any) -> lis
         )
     if len(prompt) and isinstance(prompt[0], dict):
         return encode_messages(tokenizer, prompt, **template)  # type: ignore[arg-type]
-    return [int(t) for t in np.array(prompt).reshape(-1)]
+    return _one_row(prompt).tolist()
 
 
 def encode_messages(
@@ -73,7 +73,7 @@ def check_token_ids(tokens: Any, vocab: int) -> np.ndarray:
         raise MlxStreamError(
             "prefill takes token ids", actual="text", remedy="use Runtime.encode(text) first"
         )
-    ids = np.array(tokens, dtype=np.int64).reshape(-1)
+    ids = _one_row(tokens)
     if not ids.size:
         raise empty_prompt()
     wrong = np.flatnonzero((ids < 0) | ((ids >= vocab) if vocab else False))
@@ -91,4 +91,22 @@ def empty_prompt() -> MlxStreamError:
     """The error for a prompt without tokens."""
     return MlxStreamError(
         "the prompt is empty", expected="at least one token", remedy="pass a prompt"
+    )
+
+
+def _one_row(tokens: Any) -> np.ndarray:
+    """``[N]`` int64 of one prompt given as ``[N]`` or ``[1, N]``; never a batch, never floats."""
+    try:
+        ids = np.array(tokens)
+        whole = ids.size == 0 or np.issubdtype(ids.dtype, np.integer)
+        if whole and (ids.ndim == 1 or (ids.ndim == 2 and len(ids) == 1)):
+            return ids.reshape(-1).astype(np.int64)
+        actual = f"{ids.dtype} of shape {list(ids.shape)}"
+    except (TypeError, ValueError) as error:
+        actual = str(error)
+    raise MlxStreamError(
+        "this is not one prompt of token ids",
+        expected="integers, [tokens] or [1, tokens]",
+        actual=actual,
+        remedy="batches are not supported; encode text with Runtime.encode",
     )

@@ -97,8 +97,10 @@ class Runtime:
             prompt_cache: an mlx-lm prompt cache that already holds what came before the prompt.
             stop_tokens: end-of-sequence ids besides the tokenizer's.
         """
-        if max_tokens == 0:
-            raise MlxStreamError("max_tokens is 0", expected="at least 1, or -1 for no limit")
+        if not isinstance(max_tokens, int) or (max_tokens < 1 and max_tokens != -1):
+            raise MlxStreamError(
+                "bad max_tokens", expected="at least 1, or -1 for no limit", actual=max_tokens
+            )
         ids = self.encode(prompt)
         started = time.perf_counter()
         result = self.prefill(ids, prompt_cache, progress=progress)

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import GenerationResponse
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import mlx_stream
@@ -348,3 +349,16 @@ def test_prefill_leaves_random_state_alone(runtime, case):
     mx.random.seed(11)
     runtime.prefill(random_tokens(160, 12))
     assert mx.random.uniform(shape=(4,)).tolist() == expected
+
+
+@pytest.mark.parametrize("cut", [lambda c: c[:2], lambda c: [None] * len(c), lambda c: [], str])
+def test_a_cache_of_another_model_is_refused(runtime, cut):
+    cache = cut(make_prompt_cache(runtime.model))
+    with pytest.raises(MlxStreamError, match="prompt cache"):
+        runtime.prefill([1, 2, 3], cache)
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2], [3, 4]], [1.5, 2], 5, "hi", [float("nan")]])
+def test_only_one_prompt_of_integers_is_taken(runtime, tokens):
+    with pytest.raises(MlxStreamError):
+        runtime.prefill(tokens)

@@ -94,12 +94,16 @@ class ExpertCache:
         buffer = self._take_slot(pinned)
         if buffer is None:
             return None
-        read = plan_group(
-            mlp.layer, (expert,), align=self._reader.align, file_sizes=self._reader.file_sizes
-        )
-        published = self._backend.publish(mlp, read, buffer)
-        record = Record((mlp.layer.index, expert), buffer, published)
-        record.ticket = self._reader.submit(read.ops, buffer.array)
+        try:
+            read = plan_group(
+                mlp.layer, (expert,), align=self._reader.align, file_sizes=self._reader.file_sizes
+            )
+            published = self._backend.publish(mlp, read, buffer)
+            record = Record((mlp.layer.index, expert), buffer, published)
+            record.ticket = self._reader.submit(read.ops, buffer.array)
+        except BaseException:
+            self._free.append(buffer)
+            raise
         self._records[record.key] = record
         return record
 
@@ -128,8 +132,12 @@ class ExpertCache:
         buffer = self._take_slot(set())
         if buffer is None:
             return False
-        compact = _copy_record(read, read.experts.index(expert), source.array, buffer.array)
-        published = self._backend.publish(mlp, compact, buffer)
+        try:
+            compact = _copy_record(read, read.experts.index(expert), source.array, buffer.array)
+            published = self._backend.publish(mlp, compact, buffer)
+        except BaseException:
+            self._free.append(buffer)
+            raise
         self._records[key] = Record(key, buffer, published)
         return True
 
@@ -169,8 +177,9 @@ class ExpertCache:
         if self._free:
             return self._free.pop()
         if self._allocated < self.capacity:
+            buffer = self._backend.allocate(self.slot_nbytes, self._reader.align)
             self._allocated += 1
-            return self._backend.allocate(self.slot_nbytes, self._reader.align)
+            return buffer
         for key, record in self._records.items():
             if key not in pinned and record.ticket is None:
                 del self._records[key]

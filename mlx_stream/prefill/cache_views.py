@@ -14,6 +14,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, QuantizedKVCache
 
+from mlx_stream.errors import MlxStreamError
+
 _VIEW_CLASSES: dict[type, type] = {}
 # They write at their offset only, and never read at or past it.
 _APPENDING = (KVCache, QuantizedKVCache, ChunkedKVCache)
@@ -143,3 +145,22 @@ def _alias_value(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_alias_value(v) for v in value)
     return value
+
+
+def check_prompt_cache(cache: Any, own: list[Any]) -> None:
+    """A cache of another model might run, and be wrong.
+
+    Args:
+        own: a fresh cache of the model. Kinds may differ (quantized, rotating), layers may not.
+
+    Raises:
+        MlxStreamError: another number of layers, or other layers without a cache.
+    """
+    layers = [c is None for c in cache] if isinstance(cache, list | tuple) else None
+    if layers != [c is None for c in own]:
+        raise MlxStreamError(
+            "this prompt cache is not one of this model",
+            expected=f"{len(own)} layers, as make_prompt_cache(runtime.model) makes",
+            actual=type(cache).__name__ if layers is None else f"{len(cache)} layers",
+            remedy="pass the cache of an earlier prefill of this model, or None",
+        )

@@ -165,6 +165,13 @@ class LayerMajorPrefill:
                 layer += 1
                 more = rendezvous.resume(outputs, nothing)
                 report(layer)
+        if layer != len(self._streamed):
+            raise RendezvousError(
+                "the model ended before its last expert layer",
+                expected=f"{len(self._streamed)} expert layers",
+                actual=layer,
+                remedy="pass a prompt cache of this very model",
+            )
         mx.eval(cache_arrays(cache), last)
         return last[0] if last else None
 

@@ -7,9 +7,10 @@ sums and outputs. Inputs other than float32 prompts go to the original function.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ import numpy as np
 
 from mlx_stream.backends.cpu.arrays import as_numpy, empty_array, evaluated
 from mlx_stream.backends.cpu.gemm import Arena, blocks
+from mlx_stream.backends.cpu.override import override
 from mlx_stream.backends.cpu.pool import WorkerPool
 
 MIN_QUERIES = 16  # fewer: MLX's own path is as fast
@@ -28,8 +30,11 @@ MASKED = np.finfo(np.float32).min  # MLX's value: a row masked everywhere averag
 @contextmanager
 def attention_override(pool: WorkerPool) -> Iterator[None]:
     """Route float32 prompt attention through numpy while the context is open. Nests."""
-    original = mx.fast.scaled_dot_product_attention
+    with override(mx.fast, "scaled_dot_product_attention", partial(_attention_with, pool)):
+        yield
 
+
+def _attention_with(pool: WorkerPool, original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def attention(
         q: mx.array,
         k: mx.array,
@@ -44,11 +49,7 @@ def attention_override(pool: WorkerPool) -> Iterator[None]:
             return original(q, k, v, scale=scale, mask=mask, sinks=sinks, **options)
         return _attend(q, k, v, scale, mask, sinks, pool)
 
-    mx.fast.scaled_dot_product_attention = attention
-    try:
-        yield
-    finally:
-        mx.fast.scaled_dot_product_attention = original
+    return attention
 
 
 def scratch_nbytes(key_dims: int, value_dims: int, threads: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import numpy as np
 
 from mlx_stream.backends.cpu.arrays import as_numpy, empty_array, evaluated
 from mlx_stream.backends.cpu.gemm import Arena, blocks
+from mlx_stream.backends.cpu.override import override
 from mlx_stream.backends.cpu.pool import WorkerPool
 
 MIN_ELEMENTS = 1 << 16  # fewer: waking the workers costs more than it saves
@@ -25,13 +27,11 @@ BLOCK_ELEMENTS = 1 << 16  # of one task: a few arrays of this size stay in L2
 @contextmanager
 def elementwise_override(pool: WorkerPool) -> Iterator[None]:
     """Route large float32 rms_norm and rope calls through numpy while the context is open."""
-    originals = mx.fast.rms_norm, mx.fast.rope
-    mx.fast.rms_norm = _rms_norm_with(pool, originals[0])
-    mx.fast.rope = _rope_with(pool, originals[1])
-    try:
+    with (
+        override(mx.fast, "rms_norm", partial(_rms_norm_with, pool)),
+        override(mx.fast, "rope", partial(_rope_with, pool)),
+    ):
         yield
-    finally:
-        mx.fast.rms_norm, mx.fast.rope = originals
 
 
 def scratch_nbytes(threads: int) -> int:
