@@ -104,7 +104,7 @@ def _load_lazy(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str
             actual=text.splitlines()[0][:300] if text else type(error).__name__,
             remedy="check model_type; --trust-remote-code runs a repository's own model code",
         ) from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError, AssertionError, ArithmeticError) as error:
         key = error.args[0] if isinstance(error, KeyError) and error.args else None
         if isinstance(key, str) and key.endswith((".weight", ".scales", ".biases")):
             raise MissingTensorError(
