@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from mlx_stream.config import format_bytes
 from mlx_stream.errors import BudgetError
 
@@ -54,15 +51,6 @@ class MemoryBudget:
         give = held if nbytes is None else nbytes
         assert 0 <= give <= held, f"{owner} releases {give} of {held} bytes"
         self._owners[owner] = held - give
-
-    @contextmanager
-    def lease(self, owner: str, nbytes: int) -> Iterator[None]:
-        """Grant for the length of a with-block."""
-        self.reserve(owner, nbytes)
-        try:
-            yield
-        finally:
-            self.release(owner, nbytes)
 
     def describe(self) -> str:
         """One line: the total and who holds what."""

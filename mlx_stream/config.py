@@ -9,7 +9,6 @@ from mlx_stream.errors import MlxStreamError
 
 IO_MODES = ("direct", "buffered")
 BACKENDS = ("auto", "metal", "cuda", "cpu")
-MIN_CHUNK_TOKENS = 1
 
 _UNITS = {
     "": 1,
@@ -97,9 +96,7 @@ class StreamConfig:
     def __post_init__(self) -> None:
         _check(self.backend in BACKENDS, "backend", BACKENDS, self.backend)
         _check(self.io in IO_MODES, "io", IO_MODES, self.io)
-        _check(
-            self.chunk_tokens >= MIN_CHUNK_TOKENS, "chunk_tokens", "at least 1", self.chunk_tokens
-        )
+        _check(self.chunk_tokens >= 1, "chunk_tokens", "at least 1", self.chunk_tokens)
         _check(
             1 <= self.reader_threads <= 64, "reader_threads", "1 to 64 threads", self.reader_threads
         )

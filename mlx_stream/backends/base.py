@@ -8,7 +8,7 @@ raw bytes. All methods are called from the compute thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -156,6 +156,18 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release threads and memory."""
+
+
+class ResidentOnMlx:
+    """The part of a Backend whose resident layers run on MLX as they are."""
+
+    def prepare_model(self, model: nn.Module, vocab_size: int) -> Callable[[], None]:
+        """Nothing to adapt, nothing to undo."""
+        return lambda: None
+
+    def compute_scope(self) -> AbstractContextManager[None]:
+        """Nothing to set up."""
+        return nullcontext()
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from mlx_stream.backends.base import (
     LayerComputation,
     MemoryReport,
     PublishedGroup,
+    ResidentOnMlx,
     mlx_memory,
 )
 from mlx_stream.backends.kernels.activations import KernelActivation, kernel_activation
@@ -46,7 +46,7 @@ PAGE_NBYTES = 16384  # Apple Silicon; F_NOCACHE reads need no alignment, DMA lik
 CACHE_LIMIT_NBYTES = 256 << 20  # MLX's default keeps freed buffers up to 1.5x of memory
 
 
-class MetalBackend:
+class MetalBackend(ResidentOnMlx):
     """See the module docstring.
 
     Args:
@@ -146,15 +146,6 @@ class MetalBackend:
         return grouped_mlp_metal(
             module, planes, x, tokens, ids, activation=activation, run=self._run
         )
-
-    def prepare_model(self, model: nn.Module, vocab_size: int) -> Callable[[], None]:
-        """Resident layers run on MLX as they are."""
-        return lambda: None
-
-    @contextmanager
-    def compute_scope(self) -> Iterator[None]:
-        """Nothing to set up."""
-        yield
 
     def scratch_nbytes(self, mlps: Sequence[ExpertMlp]) -> int:
         """MLX's buffer cache."""

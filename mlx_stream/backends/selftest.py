@@ -52,11 +52,6 @@ class Case:
             return QuantSpec("none", float_bits, 0)
         return QuantSpec(self.mode, self.bits, self.group_size)
 
-    @property
-    def flops(self) -> int:
-        """Of all routed rows."""
-        return 6 * self.tokens * self.top_k * self.dims * self.hidden
-
 
 @dataclass(frozen=True)
 class CaseResult:

@@ -11,11 +11,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_stream.backends.base import (
     ChunkInput,
@@ -24,6 +22,7 @@ from mlx_stream.backends.base import (
     LayerComputation,
     MemoryReport,
     PublishedGroup,
+    ResidentOnMlx,
     mlx_memory,
 )
 from mlx_stream.backends.cuda.computation import CudaLayerComputation
@@ -54,7 +53,7 @@ CACHE_LIMIT_NBYTES = 256 << 20  # MLX's default keeps nearly everything it ever 
 KERNELS = ("auto", "fused", "stock")
 
 
-class CudaBackend:
+class CudaBackend(ResidentOnMlx):
     """See the module docstring.
 
     Args:
@@ -139,15 +138,6 @@ class CudaBackend:
             )
             self.choices[mlp.layer.name] = self._paths[key][1]
         return CudaLayerComputation(mlp, chunks, self._uploader, self._paths[key], self._launcher)
-
-    def prepare_model(self, model: nn.Module, vocab_size: int) -> Callable[[], None]:
-        """Resident layers run on MLX as they are."""
-        return lambda: None
-
-    @contextmanager
-    def compute_scope(self) -> Iterator[None]:
-        """Nothing to set up."""
-        yield
 
     def scratch_nbytes(self, mlps: Sequence[ExpertMlp]) -> int:
         """Unpacked weights, and MLX's buffer cache."""
