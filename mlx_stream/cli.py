@@ -9,6 +9,7 @@ from mlx_stream.config import format_bytes
 from mlx_stream.doctor import doctor
 from mlx_stream.generate import generate
 from mlx_stream.terminal import run_command
+from mlx_stream.trace_command import trace
 
 EXAMPLES = """
 \b
@@ -27,6 +28,7 @@ def cli() -> None:
 
 cli.add_command(generate)
 cli.add_command(doctor)
+cli.add_command(trace)
 
 PLAN_EXAMPLES = """
 \b

@@ -60,6 +60,30 @@ def parse_bytes(value: int | str) -> int:
     return int(size)
 
 
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_throttle(text: str) -> tuple[float, float]:
+    """``(bytes a second, seconds of latency)`` from ``"2GB/s"`` or ``"0.5GB/s:100us"``.
+
+    Raises:
+        ConfigError: it is not of this form, or the rate is below 1 byte a second.
+    """
+    match = re.fullmatch(r"\s*([^/:]+)/s\s*(?::\s*(\d+(?:\.\d+)?)\s*(us|ms|s)\s*)?", text)
+    try:
+        if match is not None:
+            latency = float(match.group(2) or 0) * _SECONDS[match.group(3) or "s"]
+            return float(parse_bytes(match.group(1))), latency
+    except ConfigError:
+        pass  # said below, with the whole text
+    raise ConfigError(
+        "not a read rate",
+        expected="bytes a second, and a latency if wanted: '2GB/s' or '0.5GB/s:100us'",
+        actual=repr(text),
+        remedy="give a size and '/s', then ':' and a time in us, ms or s",
+    )
+
+
 def format_bytes(nbytes: float) -> str:
     """Human-readable size; GB = 1e9 bytes."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
@@ -83,6 +107,10 @@ class StreamConfig:
         union_tokens: prompts up to this long read only the experts they route to, after routing.
             Such a prompt's attention takes a small part of the time that the reads take, so there
             is little to hide behind it, and skewed routers leave experts unused.
+        throttle: makes the reads slower, for benchmarks: "2GB/s" for all threads together, or
+            "0.5GB/s:100us" with a latency for each read.
+        decode_path, cache_policy, seed_policy, predict, hot_list: see decode/options.py, which
+            also checks them.
     """
 
     memory_budget: int | None = None
@@ -92,6 +120,12 @@ class StreamConfig:
     reader_threads: int = 4
     union_tokens: int = 512
     trust_remote_code: bool = False
+    throttle: str | None = None
+    decode_path: str = "auto"
+    cache_policy: str = "auto"
+    seed_policy: str = "auto"
+    predict: str = "auto"
+    hot_list: str | None = None
 
     def __post_init__(self) -> None:
         _check(self.backend in BACKENDS, "backend", BACKENDS, self.backend)
@@ -101,6 +135,8 @@ class StreamConfig:
             1 <= self.reader_threads <= 64, "reader_threads", "1 to 64 threads", self.reader_threads
         )
         _check(self.union_tokens >= 0, "union_tokens", "0 or more tokens", self.union_tokens)
+        if self.throttle is not None:
+            parse_throttle(self.throttle)
 
     @classmethod
     def build(cls, *, memory_budget: int | str | None = None, **options: object) -> StreamConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import click
@@ -33,6 +34,7 @@ def doctor(backend: str, rounds: int) -> None:
     """Check this machine: every expert format against a reference, timed against stock MLX."""
     from mlx_stream.backends.select import select_backend
     from mlx_stream.backends.selftest import run_selftest
+    from mlx_stream.backends.selftest_kernels import run_kernel_selftest as kernels
 
     # What is checked on a Mac is our kernels; whether they are used afterwards depends on it.
     os.environ.setdefault("MLX_STREAM_KERNELS", "fused")
@@ -44,7 +46,7 @@ def doctor(backend: str, rounds: int) -> None:
         table = Table("experts", "largest error", "allowed", "layer", "stock MLX", "ratio", "")
         results = []
         with console.status("computing"):
-            for result in run_selftest(chosen, rounds=rounds):
+            for result in chain(run_selftest(chosen, rounds=rounds), kernels(chosen, rounds)):
                 results.append(result)
                 table.add_row(*_row(result))
         console.print(table)
@@ -55,7 +57,12 @@ def doctor(backend: str, rounds: int) -> None:
     wrong = [r.name for r in results if not r.healthy]
     if wrong:
         raise SystemExit(f"unhealthy: {', '.join(wrong)}")
-    console.print(f"healthy: {len(results)} expert formats agree with their float32 reference")
+    formats = {r.name for r in results if r.kernel is None}
+    steps = sorted({r.kernel for r in results if r.kernel is not None})
+    console.print(
+        f"healthy: {len(formats)} expert formats agree with their float32 reference"
+        + (f", and so do the kernels for {' and '.join(steps)}" if steps else "")
+    )
 
 
 def _machine(backend: Backend) -> list[str]:
@@ -77,8 +84,15 @@ def _machine(backend: Backend) -> list[str]:
 
 def _remember(results: list[CaseResult]) -> str:
     """Keep what our kernels gained here; later runs choose by it."""
-    from mlx_stream.backends.kernels.selection import machine_name, save_profile
+    from mlx_stream.backends.kernels.selection import (
+        ENVIRONMENT,
+        forced_path,
+        machine_name,
+        save_profile,
+    )
 
+    if forced_path() != "fused":
+        return f"our kernels were not measured: {ENVIRONMENT}={forced_path()}"
     gains = {r.name: r.stock_seconds / r.seconds for r in results if r.healthy}
     path = save_profile(machine_name(), gains)
     used = sorted(name for name, gain in gains.items() if gain > 1.0)

@@ -8,9 +8,9 @@ thread.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +19,38 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_stream import interrupts
+from mlx_stream.allotment import Allotment
 from mlx_stream.backends.select import select_backend
 from mlx_stream.budget import MemoryBudget
 from mlx_stream.config import StreamConfig
-from mlx_stream.decode.exact import ExactExecutor
-from mlx_stream.decode.expert_cache import ExpertCache, record_nbytes
-from mlx_stream.decode.loop import LogitsProcessor, Sampler, decode_tokens
-from mlx_stream.decode.seed import RecentTokensSeeder
+from mlx_stream.decode.decoder import Decoder, StreamedModel
+from mlx_stream.decode.loop import LogitsProcessor, Sampler
+from mlx_stream.decode.metrics import DecodeMetrics
+from mlx_stream.decode.options import DecodeOptions
+from mlx_stream.decoding import GuardedDecode
 from mlx_stream.errors import MlxStreamError
 from mlx_stream.experts.staging import StagingRing
 from mlx_stream.experts.streamed_experts import set_executor
+from mlx_stream.kv.caches import KvSupport, settle
+from mlx_stream.kv.options import PLAIN, KvOptions
 from mlx_stream.loader import load_streamed_model, load_tokenizer_if_any
 from mlx_stream.planner.fit import Traits, plan_prefill
 from mlx_stream.planner.free_memory import default_budget
 from mlx_stream.prefill.cache_views import CacheSnapshot, cache_offset, check_prompt_cache
 from mlx_stream.prefill.layer_major import LayerMajorPrefill
+from mlx_stream.prefill.receipts import PrefillResult, make_receipt
 from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress
 from mlx_stream.prompts import check_token_ids, empty_prompt
 from mlx_stream.storage.checkpoint import open_checkpoint
 from mlx_stream.storage.expert_index import build_expert_index
-from mlx_stream.storage.read_plan import slot_capacity
 from mlx_stream.storage.reader import Reader
+from mlx_stream.storage.throttle import Throttle
 from mlx_stream.telemetry import Receipt
+
+__all__ = ["Engine", "PrefillResult", "Progress"]
 
 Progress = Callable[[PrefillProgress], None]
 DECODE_RESERVE_TOKENS = 256
-
-
-@dataclass(frozen=True)
-class PrefillResult:
-    """What a prefill leaves behind.
-
-    Attributes:
-        logits: ``[V]`` of the last position.
-        cache: an mlx-lm prompt cache; mlx-lm itself can go on from it.
-        receipt: bytes and seconds, as counted.
-    """
-
-    logits: mx.array
-    cache: list[Any]
-    receipt: Receipt
 
 
 class Engine:
@@ -76,6 +68,7 @@ class Engine:
             raise
 
     def _open(self) -> None:
+        self._decode_options = DecodeOptions.of(self.config)
         index = build_expert_index(open_checkpoint(self.path))
         self.backend = select_backend(self.config.backend)
         self._closers.append(self.backend.close)
@@ -95,14 +88,22 @@ class Engine:
         self._mlps = [s.mlp for s in self._loaded.streamed]
         self._closers.append(self.backend.prepare_model(self.model, self._shape.vocab))
         self.reader = Reader(
-            index.checkpoint, io=self.config.io, threads=self.config.reader_threads
+            index.checkpoint,
+            io=self.config.io,
+            threads=self.config.reader_threads,
+            throttle=Throttle.parse(self.config.throttle),
         )
         self._closers.append(self.reader.close)
+        self.kv = KvSupport(self.model, self._loaded.slot, self.backend.compute_scope)
         self._traits = self._make_traits()
-        self._cache = self._make_expert_cache()
-        self._closers.append(self._cache.close)
-        self._exact = ExactExecutor(self.backend, self._cache)
-        set_executor(self._loaded.slot, self._exact)
+        self.decoder = self._make_decoder()
+        self._closers.append(self.decoder.close)
+        asked = self.config.memory_budget is not None
+        self._allotment = Allotment(self.budget, self.decoder, self._traits.scratch, asked=asked)
+        self._guarded = GuardedDecode(
+            self.decoder.steps, self._allotment, self.reader, self.backend
+        )
+        set_executor(self._loaded.slot, self.decoder.exact)
         self.tokenizer = load_tokenizer_if_any(
             self.path, self._loaded.config, self.config.trust_remote_code
         )
@@ -118,14 +119,20 @@ class Engine:
             union_tokens=self.config.union_tokens,
         )
 
-    def _make_expert_cache(self) -> ExpertCache:
-        """One record for now; every plan says what the cache may hold."""
-        align = self.reader.align
-        slot = record_nbytes(self._mlps, align, slot_capacity(self.index, 1, align))
-        self.budget.reserve("expert cache", slot)
-        return ExpertCache(self.backend, self.reader, slot_nbytes=slot, capacity=1)
+    def _make_decoder(self) -> Decoder:
+        """With one cached record for now; every plan says what the cache may hold."""
+        return Decoder(
+            self.backend,
+            self.reader,
+            StreamedModel.of(self._loaded),
+            self._decode_options,
+            take_snapshot=partial(CacheSnapshot, append_only=True),
+            whole_layer=self._step_by_prefill,
+        )
 
-    def plan(self, prompt_tokens: int, *, past_tokens: int = 0) -> PrefillPlan:
+    def plan(
+        self, prompt_tokens: int, *, past_tokens: int = 0, kv: KvOptions = PLAIN
+    ) -> PrefillPlan:
         """The plan that a prompt of this length would follow.
 
         Raises:
@@ -141,7 +148,7 @@ class Engine:
         return plan_prefill(
             self.index,
             self._shape,
-            self._traits,
+            replace(self._traits, kv=self.kv.planned(kv)),
             prompt_tokens=prompt_tokens,
             budget=self.budget.total,
             chunk_tokens=self.config.chunk_tokens,
@@ -154,6 +161,7 @@ class Engine:
         tokens: Sequence[int] | np.ndarray | mx.array,
         cache: list[Any] | None = None,
         *,
+        kv: KvOptions = PLAIN,
         progress: Progress | None = None,
     ) -> PrefillResult:
         """Run a prompt through the model, layer by layer.
@@ -166,27 +174,27 @@ class Engine:
 
         Raises:
             BudgetError: the prompt does not fit the memory budget; nothing was read.
+            KvCacheError: the model or the cache cannot follow `kv`; nothing was read.
             FileChangedError, ReadError: the checkpoint changed or cannot be read.
         """
         ids = check_token_ids(tokens, self._shape.vocab)
         self.reader.check_unchanged()
         if cache is not None:
             check_prompt_cache(cache, make_prompt_cache(self.model))
-        past = cache_offset(cache) if cache is not None else 0
-        plan = self.plan(len(ids), past_tokens=past)
-        snapshot = CacheSnapshot(cache) if cache is not None else None
-        cache = make_prompt_cache(self.model) if cache is None else cache
-        self._grant(plan)
+        plan = self.plan(len(ids), past_tokens=cache_offset(cache), kv=kv)
+        cache = self.kv.prepare(cache, kv)
+        snapshot = CacheSnapshot(cache)
+        self._allotment.grant(plan)
         try:
             try:
                 logits, receipt = self.run_plan(plan, ids, cache, progress=progress)
             finally:
-                self._settle_budget()
+                self._allotment.settle()
+            settle(cache)
             self.reader.check_unchanged()
             interrupts.check()
         except BaseException:
-            if snapshot is not None:
-                snapshot.restore()
+            snapshot.restore()
             raise
         self.last_receipt = receipt
         return PrefillResult(logits, cache, receipt)
@@ -208,7 +216,7 @@ class Engine:
         cache = make_prompt_cache(self.model) if cache is None else cache
         started, before = time.perf_counter(), self.reader.counters
         mx.reset_peak_memory()
-        seeder = RecentTokensSeeder(self._cache, len(self._mlps))
+        seeder = self.decoder.make_seeder()
         ring = ring or StagingRing(self.backend, self.reader, plan.slot_nbytes, plan.slots)
         try:
             job = LayerMajorPrefill(
@@ -218,7 +226,7 @@ class Engine:
                 self.reader,
                 ring,
                 self._loaded.slot,
-                fallback=self._exact,
+                fallback=self.decoder.exact,
                 seeder=seeder,
                 progress=progress,
             )
@@ -228,26 +236,17 @@ class Engine:
             peak = self.backend.memory().peak
         finally:
             ring.close()
-        stall = job.counts.stall_seconds
-        return logits, Receipt(
-            prompt_tokens=plan.prompt_tokens,
-            segments=len(plan.segments),
-            chunk_tokens=plan.chunk_tokens,
-            mode=plan.mode,
-            bytes_read=after.bytes - before.bytes,
-            distinct_expert_bytes=job.counts.distinct_expert_bytes,
-            read_calls=after.calls - before.calls,
-            read_seconds=after.busy_seconds - before.busy_seconds,
-            compute_seconds=wall - stall,
-            stall_seconds=stall,
+        return logits, make_receipt(
+            plan,
+            job.counts,
+            self.backend,
+            (before, after),
             wall_seconds=wall,
             peak_bytes=peak,
             budget_bytes=self.budget.total,
             io_mode=self.reader.io_mode,
-            backend=self.backend.name,
             cached_experts=seeder.kept,
             weighted_layers=self._loaded.combined_layers,
-            kernels=dict(Counter(f"{c.path}: {c.reason}" for c in self.backend.choices.values())),
         )
 
     def decode(
@@ -260,53 +259,53 @@ class Engine:
     ) -> Generator[tuple[int, mx.array], None, None]:
         """Yield ``(token, logprobs [V])`` without end from where a prefill stopped.
 
-        A step that fails leaves the cache as it was before that step.
+        A step that fails leaves the cache as it was before that step. When the caller stops, the
+        last receipt says what the tokens cost.
 
         Raises:
             FileChangedError, ReadError: the checkpoint changed or cannot be read.
         """
-        tokens = decode_tokens(
-            self.model, result.cache, result.logits, prompt, sampler=sampler, processors=processors
+
+        def finished(metrics: DecodeMetrics) -> None:
+            self.last_receipt = replace(result.receipt, decode=metrics.as_dict())
+
+        return self._guarded.tokens(
+            result.cache,
+            result.logits,
+            prompt,
+            sampler=sampler,
+            processors=processors,
+            finished=finished,
         )
-        while True:
-            snapshot, before = CacheSnapshot(result.cache, append_only=True), self.reader.counters
-            try:
-                with interrupts.deferred(), self.backend.compute_scope():
-                    token = next(tokens)
-                if self.reader.counters.calls != before.calls:
-                    self.reader.check_unchanged()
-            except BaseException:
-                snapshot.restore()
-                raise
-            yield token
+
+    def change_budget(self, total: int) -> None:
+        """Another memory budget from now on, in bytes.
+
+        Raises:
+            BudgetError: it is smaller than what must stay in memory; nothing changes.
+        """
+        self._allotment.change_total(total)
 
     @property
     def peak_nbytes(self) -> int:
         """Highest sum of MLX allocations and host buffers since the last prefill began."""
         return self.backend.memory().peak
 
-    def _grant(self, plan: PrefillPlan) -> None:
-        """Ask the budget for everything that the plan will allocate, cache last."""
-        memory = plan.memory
-        self._resize_cache(memory.expert_cache)
-        self.budget.release("kv cache")
-        self.budget.reserve("kv cache", memory.kv)
-        self.budget.reserve(
-            "prefill", memory.staging + memory.held + memory.transient + memory.scratch
-        )
+    def _step_by_prefill(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """A decode step by the whole-layer path; only the last position's logits, ``[1, V]``."""
+        ids = np.array(tokens[0])
+        plan = replace(self.plan(len(ids), past_tokens=cache_offset(cache)), mode="stream")
+        self._allotment.grant(plan)
+        try:
+            logits, _ = self.run_plan(plan, ids, cache)
+        finally:
+            self._allotment.settle()
+        return logits[None]
 
-    def _settle_budget(self) -> None:
-        """Prefill memory is free again: the expert cache may grow into it during decode."""
-        self.budget.release("prefill")
-        spare = self.budget.available - self._traits.scratch
-        self._resize_cache(self._cache.capacity * self._cache.slot_nbytes + max(0, spare))
-
-    def _resize_cache(self, nbytes: int) -> None:
-        records = sum(m.layer.num_experts for m in self._mlps)
-        capacity = max(1, min(records, nbytes // self._cache.slot_nbytes))
-        self._cache.resize(capacity)
-        self.budget.release("expert cache")
-        self.budget.reserve("expert cache", capacity * self._cache.slot_nbytes)
+    @property
+    def decode_metrics(self) -> DecodeMetrics:
+        """What decode has cost since the engine was opened, step by step."""
+        return self.decoder.steps.metrics
 
     def close(self) -> None:
         """Release files, threads and memory; safe to call twice."""

@@ -116,3 +116,11 @@ class RendezvousError(MlxStreamError):
 
 class ModelNotFoundError(MlxStreamError):
     """The model is neither a local folder nor an available hub repository."""
+
+
+class KvCacheError(MlxStreamError):
+    """The model, or a prompt cache, cannot do what was asked of the KV cache."""
+
+
+class PromptFileError(MlxStreamError):
+    """A prompt cache file is damaged, of another model, or cannot be written."""

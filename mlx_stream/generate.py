@@ -64,6 +64,7 @@ class GenerateOptions:
     chunk_tokens: int
     backend: str
     io: str
+    throttle_reads: str | None
     receipt: Path | None
 
 
@@ -116,6 +117,10 @@ class GenerateOptions:
     help="'direct' bypasses the page cache.",
 )
 @click.option(
+    "--throttle-reads",
+    help="(benchmarks) Read no faster than '2GB/s', or '0.5GB/s:100us' with a latency.",
+)
+@click.option(
     "--receipt",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the receipt of the prefill as JSON.",
@@ -142,6 +147,7 @@ def _generate(options: GenerateOptions) -> None:
         chunk_tokens=options.chunk_tokens,
         backend=options.backend,
         io=options.io,
+        throttle=options.throttle_reads,
         trust_remote_code=options.trust_remote_code,
     ) as runtime:
         ids = _encode(runtime, options, text)
@@ -153,21 +159,30 @@ def _read_prompt(options: GenerateOptions) -> str:
     if options.prompt is not None and options.prompt_file is not None:
         raise click.UsageError("--prompt and --prompt-file exclude each other.")
     if options.prompt_file is not None:
-        try:
-            return options.prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise MlxStreamError(
-                "the prompt file cannot be read",
-                file=options.prompt_file,
-                expected="UTF-8 text",
-                actual=str(error),
-                remedy="check the path and the encoding",
-            ) from error
+        return read_prompt_file(options.prompt_file)
     if options.prompt == "-":
         return sys.stdin.read()
     if options.prompt is None:
         return DEMO_PROMPT if options.model is None else DEFAULT_PROMPT
     return options.prompt.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def read_prompt_file(path: Path) -> str:
+    """The text of a prompt file.
+
+    Raises:
+        MlxStreamError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MlxStreamError(
+            "the prompt file cannot be read",
+            file=path,
+            expected="UTF-8 text",
+            actual=str(error),
+            remedy="check the path and the encoding",
+        ) from error
 
 
 def _encode(runtime: Runtime, options: GenerateOptions, text: str) -> list[int]:
@@ -179,7 +194,7 @@ def _encode(runtime: Runtime, options: GenerateOptions, text: str) -> list[int]:
             except ValueError as error:
                 raise click.UsageError(f"--extra-eos-token: {error}") from error
     if tokenizer is None:
-        return _token_ids(text)
+        return parse_token_ids(text)
     if options.ignore_chat_template or not tokenizer.has_chat_template:
         return runtime.encode(text)
     messages = [] if options.system_prompt is None else [_message("system", options.system_prompt)]
@@ -191,7 +206,7 @@ def _encode(runtime: Runtime, options: GenerateOptions, text: str) -> list[int]:
     return runtime.encode(messages, **template)
 
 
-def _token_ids(text: str) -> list[int]:
+def parse_token_ids(text: str) -> list[int]:
     """A folder without a tokenizer takes its prompt as token ids, and answers with them."""
     try:
         return [int(word) for word in text.replace(",", " ").split()]

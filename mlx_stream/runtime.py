@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,15 @@ import numpy as np
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import greedy_sampler
 
+from mlx_stream import prompt_caches
 from mlx_stream.config import StreamConfig, format_bytes
+from mlx_stream.conversation import Conversation
 from mlx_stream.decode.loop import LogitsProcessor, Sampler
 from mlx_stream.engine import Engine, PrefillResult, Progress
 from mlx_stream.errors import MlxStreamError
 from mlx_stream.hub import resolve_model
+from mlx_stream.kv.options import PLAIN, KvOptions
+from mlx_stream.kv.prompt_files import PromptFile
 from mlx_stream.prefill.schedule import PrefillPlan
 from mlx_stream.prompts import Prompt, encode_prompt
 from mlx_stream.telemetry import Receipt
@@ -59,9 +63,9 @@ class Runtime:
         """The receipt of the last prefill."""
         return self.engine.last_receipt
 
-    def plan(self, prompt_tokens: int) -> PrefillPlan:
+    def plan(self, prompt_tokens: int, *, kv: KvOptions = PLAIN) -> PrefillPlan:
         """The plan that a prompt of this length would follow; raises BudgetError as prefill."""
-        return self.engine.plan(prompt_tokens)
+        return self.engine.plan(prompt_tokens, kv=kv)
 
     def encode(self, prompt: Prompt, **template: Any) -> list[int]:
         """Token ids of text, chat messages or token ids."""
@@ -72,10 +76,11 @@ class Runtime:
         tokens: Sequence[int] | np.ndarray | mx.array,
         cache: list[Any] | None = None,
         *,
+        kv: KvOptions = PLAIN,
         progress: Progress | None = None,
     ) -> PrefillResult:
         """Run a prompt through the model, reading each expert once; see :meth:`Engine.prefill`."""
-        return self.engine.prefill(tokens, cache, progress=progress)
+        return self.engine.prefill(tokens, cache, kv=kv, progress=progress)
 
     def stream_generate(
         self,
@@ -86,7 +91,9 @@ class Runtime:
         logits_processors: Sequence[LogitsProcessor] = (),
         prompt_cache: list[Any] | None = None,
         stop_tokens: Sequence[int] = (),
+        kv: KvOptions = PLAIN,
         progress: Progress | None = None,
+        on_prefill: Callable[[PrefillResult], object] | None = None,
     ) -> Generator[GenerationResponse, None, None]:
         """Prefill the prompt, then yield mlx-lm's GenerationResponse for every token.
 
@@ -96,6 +103,12 @@ class Runtime:
                 greedy.
             prompt_cache: an mlx-lm prompt cache that already holds what came before the prompt.
             stop_tokens: end-of-sequence ids besides the tokenizer's.
+            kv: how keys and values are kept; ``KvOptions(kv_bits=8)`` and the like, with the
+                names that mlx-lm gives them.
+            on_prefill: called once the prompt is in the cache, before the first token.
+
+        Raises:
+            BudgetError, KvCacheError: the prompt cannot run like this; nothing was read.
         """
         if not isinstance(max_tokens, int) or (max_tokens < 1 and max_tokens != -1):
             raise MlxStreamError(
@@ -103,7 +116,9 @@ class Runtime:
             )
         ids = self.encode(prompt)
         started = time.perf_counter()
-        result = self.prefill(ids, prompt_cache, progress=progress)
+        result = self.prefill(ids, prompt_cache, kv=kv, progress=progress)
+        if on_prefill is not None:
+            on_prefill(result)
         prompt_tps = len(ids) / (time.perf_counter() - started)
         tokens = self.engine.decode(
             result, ids, sampler=sampler or greedy_sampler, processors=logits_processors
@@ -147,6 +162,43 @@ class Runtime:
         """The whole answer as text; options as :meth:`stream_generate`."""
         return "".join(response.text for response in self.stream_generate(prompt, **options))
 
+    def chat(
+        self,
+        system: str | None = None,
+        prompt_cache_file: Path | str | None = None,
+        *,
+        kv: KvOptions = PLAIN,
+        template: dict[str, Any] | None = None,
+    ) -> Conversation:
+        """A conversation that keeps its prompt cache between turns.
+
+        Args:
+            system: the system message, or what comes first where there is no chat template.
+            prompt_cache_file: a file of :meth:`Conversation.save` to go on from.
+            template: arguments of the chat template.
+
+        Raises:
+            PromptFileError: the file is damaged, of another model, or without its tokens.
+            KvCacheError: the model cannot follow `kv`.
+        """
+        return Conversation(self, system, prompt_cache_file, kv=kv, template=template)
+
+    def save_prompt_cache(self, path: Path | str, cache: list[Any], tokens: Sequence[int]) -> Path:
+        """Write a prompt cache with the `tokens` it holds; mlx-lm can load it.
+
+        Raises:
+            PromptFileError: it cannot be written; nothing is left behind.
+        """
+        return prompt_caches.save(self.engine, path, cache, tokens)
+
+    def load_prompt_cache(self, path: Path | str) -> PromptFile:
+        """A prompt cache from a file of ours or of mlx-lm, checked against this model.
+
+        Raises:
+            PromptFileError: damaged, or of another model.
+        """
+        return prompt_caches.load(self.engine, path)
+
     def close(self) -> None:
         """Release files, threads and memory; safe to call twice."""
         self.engine.close()
@@ -183,6 +235,7 @@ def load(
     chunk_tokens: int = 2048,
     backend: str = "auto",
     io: str = "direct",
+    throttle: str | None = None,
     trust_remote_code: bool = False,
 ) -> Runtime:
     """Open a checkpoint for streaming.
@@ -194,6 +247,7 @@ def load(
         chunk_tokens: most tokens in one attention chunk.
         backend: ``"auto"``, ``"metal"``, ``"cuda"`` or ``"cpu"``.
         io: ``"direct"`` bypasses the page cache; ``"buffered"`` goes through it.
+        throttle: makes the reads slower, for benchmarks: ``"2GB/s"`` or ``"0.5GB/s:100us"``.
 
     Raises:
         CheckpointError: the checkpoint is damaged, dense, or of an unknown layout.
@@ -204,6 +258,7 @@ def load(
         chunk_tokens=chunk_tokens,
         backend=backend,
         io=io,
+        throttle=throttle,
         trust_remote_code=trust_remote_code,
     )
     return Runtime(resolve_model(path_or_repo, trust_remote_code=trust_remote_code), config)

@@ -36,6 +36,7 @@ class Receipt:
         cached_experts: experts handed to the decode cache.
         weighted_layers: expert layers whose outputs were combined inside the stream.
         kernels: ``"path: reason"`` -> expert layers computed that way.
+        decode: what the tokens after it cost (see decode/metrics.py), once they are there.
     """
 
     prompt_tokens: int
@@ -56,6 +57,7 @@ class Receipt:
     cached_experts: int = 0
     weighted_layers: int = 0
     kernels: dict[str, int] = field(default_factory=dict)
+    decode: dict[str, object] | None = None
 
     @property
     def read_amplification(self) -> float:

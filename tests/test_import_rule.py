@@ -23,9 +23,11 @@ STORAGE = BASE | {"storage"}
 BACKENDS = STORAGE | {"backends"}
 EXPERTS = BACKENDS | {"experts"}
 SIBLINGS = EXPERTS
-PLANNER = {"errors", "config", "storage", "hub", "prefill.schedule"}
-RUNTIME = EXPERTS | {"prefill", "decode", "planner", "loader", "hub", "prompts"}
+PLANNER = {"errors", "config", "storage", "hub", "prefill.schedule", "kv.options"}
+KV = SIBLINGS | {"prefill.cache_views"}
+RUNTIME = EXPERTS | {"prefill", "decode", "kv", "planner", "loader", "hub", "prompts"}
 TOP = RUNTIME | {"engine", "runtime", "terminal", "sampling", "generate", "doctor", "cli"}
+TOP |= {"trace_command"}
 ALLOWED = {
     "errors": set(),
     "interrupts": set(),
@@ -39,14 +41,20 @@ ALLOWED = {
     "experts": BACKENDS,
     "prefill": SIBLINGS,
     "decode": SIBLINGS,
+    "kv": KV,
     "planner": PLANNER,
     "loader": EXPERTS | {"planner"},
-    "engine": RUNTIME,
-    "runtime": RUNTIME | {"engine"},
+    "allotment": RUNTIME,
+    "decoding": RUNTIME | {"allotment"},
+    "engine": RUNTIME | {"allotment", "decoding"},
+    "prompt_caches": RUNTIME | {"engine"},
+    "conversation": RUNTIME | {"engine", "prompt_caches"},
+    "runtime": RUNTIME | {"engine", "prompt_caches", "conversation"},
     "sampling": BASE,
     "terminal": BASE | {"prefill.schedule"},
     "generate": TOP,
     "doctor": TOP,
+    "trace_command": TOP,
     "cli": TOP | {""},
     "__main__": TOP,
     "": set(),  # mlx_stream/__init__.py: lazy exports only

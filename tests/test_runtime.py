@@ -1,9 +1,13 @@
 """The public surface: load, plan, generate, close; what mlx-lm users expect of the responses."""
 
 import dataclasses
+import gc
 import json
+import os
 import subprocess
 import sys
+import threading
+import time
 
 import mlx.core as mx
 import numpy as np
@@ -362,3 +366,44 @@ def test_a_cache_of_another_model_is_refused(runtime, cut):
 def test_only_one_prompt_of_integers_is_taken(runtime, tokens):
     with pytest.raises(MlxStreamError):
         runtime.prefill(tokens)
+
+
+THREADS = ("mlx-stream-reader", "cpu-worker")
+
+
+def threads_and_files() -> tuple[list[str], int]:
+    names = sorted(t.name for t in threading.enumerate() if t.name.startswith(THREADS))
+    return names, len(os.listdir("/dev/fd"))
+
+
+def test_a_runtime_that_is_dropped_leaves_no_thread_and_no_file(path, case):
+    limit, before = mx.set_cache_limit(0), threads_and_files()
+    mx.set_cache_limit(limit)
+    try:
+        loaded = mlx_stream.load(path, memory_budget="1GiB", backend="cpu")
+        stream = loaded.stream_generate(case[0], STEPS)
+        assert next(stream).token == case[1][0]
+        assert threads_and_files() != before
+        del loaded, stream
+        gc.collect()
+        deadline = time.monotonic() + 10
+        while threads_and_files() != before:  # the threads end on their own
+            assert time.monotonic() < deadline, threads_and_files()
+            time.sleep(0.01)
+    finally:
+        mx.set_cache_limit(limit)
+
+
+def test_throttled_reads_take_their_time_and_the_receipt_says_so(path, case):
+    with mlx_stream.load(path, memory_budget="1GiB", backend="cpu") as plain:
+        free = plain.prefill(case[0]).receipt
+    rate = free.bytes_read / 0.3
+    with mlx_stream.load(
+        path, memory_budget="1GiB", backend="cpu", throttle=f"{rate:.0f}/s:100us"
+    ) as slow:
+        result = slow.prefill(case[0])
+    assert int(result.logits.argmax()) == case[1][0]
+    assert result.receipt.bytes_read == free.bytes_read
+    assert result.receipt.wall_seconds >= 0.29
+    assert result.receipt.io_mode.startswith(f"{free.io_mode}, throttled to ")
+    assert result.receipt.io_mode.endswith("/s + 100 us")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -78,10 +78,37 @@ class PublishedGroup:
     """A filled slot as expert weights; valid until the slot is refilled.
 
     `weights` is the backend's own form: per-expert numpy views (cpu) or planes (metal).
+
+    Attributes:
+        slots: where in planes ``[S, ...]`` that hold more than this group each expert is; None if
+            the planes are the group's own, its experts in order.
     """
 
     experts: tuple[int, ...]
     weights: Any
+    slots: tuple[int, ...] | None = None
+
+
+ABSENT = -1
+
+
+@dataclass(frozen=True)
+class ResidentSlots:
+    """One layer's experts among stacked slots (see decode/planar_slots.py).
+
+    Attributes:
+        slot_map: ``[E]`` int32, the slot of every expert or ABSENT.
+        host_map: the same on the host.
+        planes: ``{(projection, part): [S, ...]}``.
+        memory: the uint8 array that all planes lie in.
+        starts: byte of `memory` at which each plane starts.
+    """
+
+    slot_map: mx.array
+    host_map: np.ndarray
+    planes: Mapping[tuple[str, str], mx.array]
+    memory: mx.array
+    starts: Mapping[tuple[str, str], int]
 
 
 class Fence(Protocol):
@@ -122,7 +149,8 @@ class Backend(Protocol):
         name: ``"cpu"``, ``"metal"`` or ``"cuda"``.
         capabilities: names of what it can do; asking for another raises CapabilityError.
         compute_dtype: dtype the model's floats are cast to; None keeps the checkpoint's.
-        choices: how each expert layer was computed last, by its name.
+        choices: how each expert layer was computed last, by its name; a kernel that is chosen
+            apart has an entry of its own, ``"<name> combine"`` and ``"<name> decode"``.
     """
 
     name: str
@@ -142,6 +170,20 @@ class Backend(Protocol):
     def begin_layer(self, mlp: ExpertMlp, chunks: Sequence[ChunkInput]) -> LayerComputation:
         """Start an expert layer for a segment."""
 
+    def begin_decode(self, mlp: ExpertMlp, chunk: ChunkInput) -> LayerComputation:
+        """Start an expert layer for a step of decoding: a few tokens, experts from the cache.
+
+        The groups that are added are cache records, each wherever its slot is; the same experts
+        give the same outputs in whatever slots they lie and however they are shared out over calls
+        of ``add``. Any number of tokens is allowed: a backend uses kernels for decoding where it
+        has some, and otherwise computes the layer as any other.
+        """
+
+    def mapped_mlp(
+        self, mlp: ExpertMlp, slots: ResidentSlots, x: mx.array, ids: mx.array
+    ) -> mx.array:
+        """Lazy ``x [T, D], ids [T, K] -> [T, K, D]`` from stacked slots; ids stay on the device."""
+
     def prepare_model(self, model: nn.Module, vocab_size: int) -> Callable[[], None]:
         """Adapt resident layers of a loaded model; returns the undo."""
 
@@ -158,7 +200,20 @@ class Backend(Protocol):
         """Release threads and memory."""
 
 
-class ResidentOnMlx:
+class DecodeAsLayer:
+    """The part of a Backend that has no kernels for decoding: a step is a layer as any other."""
+
+    if TYPE_CHECKING:
+
+        def begin_layer(self, mlp: ExpertMlp, chunks: Sequence[ChunkInput]) -> LayerComputation:
+            """See :meth:`Backend.begin_layer`."""
+
+    def begin_decode(self, mlp: ExpertMlp, chunk: ChunkInput) -> LayerComputation:
+        """See :meth:`Backend.begin_decode`."""
+        return self.begin_layer(mlp, [chunk])
+
+
+class ResidentOnMlx(DecodeAsLayer):
     """The part of a Backend whose resident layers run on MLX as they are."""
 
     def prepare_model(self, model: nn.Module, vocab_size: int) -> Callable[[], None]:

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_stream.backends.base import Backend, ChunkInput, ExpertMlp
+from mlx_stream.backends.base import (
+    Backend,
+    ChunkInput,
+    ExpertMlp,
+    HostBuffer,
+    PublishedGroup,
+)
 from mlx_stream.storage.expert_index import ExpertLayer, ExpertTensor
 from mlx_stream.storage.quant_spec import QuantSpec
 from mlx_stream.storage.read_plan import GroupRead, plan_group
@@ -58,10 +65,11 @@ class CaseResult:
     """What a case gave.
 
     Attributes:
-        name: of the experts' format.
+        name: of the experts' format, or of a kernel: the name by which its use is decided.
         error: largest difference over the largest reference value.
         seconds: median of the backend's layer.
-        stock_seconds: median of MLX's own gather operations on the same experts.
+        stock_seconds: median of MLX's own operations in its place.
+        kernel: the step that was computed, None for the grouped expert MLP.
     """
 
     name: str
@@ -69,6 +77,7 @@ class CaseResult:
     tolerance: float
     seconds: float
     stock_seconds: float
+    kernel: str | None = None
 
     @property
     def healthy(self) -> bool:
@@ -100,36 +109,79 @@ def run_selftest(backend: Backend, *, rounds: int = 3) -> Iterator[CaseResult]:
 
 def run_case(backend: Backend, case: Case, rounds: int = 3) -> CaseResult:
     """One case, timed `rounds` times after a first run."""
-    dtype = backend.compute_dtype or mx.float16
+    bench = make_bench(case, backend.compute_dtype or mx.float16)
+    stock = median_seconds(lambda: mx.eval(bench.module(bench.x, mx.array(bench.ids))), rounds)
+    chunk = ChunkInput(bench.x, bench.ids, None)
+    with filled_slots(backend, bench, [range(case.experts)]) as groups:
+
+        def compute() -> mx.array:
+            layer_run = backend.begin_layer(bench.mlp, [chunk])
+            layer_run.add(groups).wait()
+            (y,) = layer_run.outputs()
+            mx.eval(y)
+            return y
+
+        actual = compute()
+        seconds = median_seconds(compute, rounds)
+    error = largest_error(actual, bench.reference())
+    return CaseResult(bench.name, error, TOLERANCE[bench.x.dtype], seconds, stock)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A layer to compute. `module` is stock mlx-lm's, `image` its experts as a file's bytes."""
+
+    mlp: ExpertMlp
+    module: SwitchGLU
+    image: bytes
+    x: mx.array  # [T, D]
+    ids: np.ndarray  # [T, K]
+
+    @property
+    def name(self) -> str:
+        """Of the experts' format."""
+        return self.mlp.layer.quant[0][1].name
+
+    def reference(self) -> np.ndarray:
+        """``[T, K, D]`` in float32 numpy."""
+        return _reference(self.module, self.x, self.ids)
+
+
+def make_bench(case: Case, dtype: mx.Dtype) -> Bench:
+    """Random experts, tokens and choices."""
     module = _random_experts(case, dtype)
     layer, image = _layer_image(case, module)
-    mlp = ExpertMlp(layer, module)
     x = mx.random.normal((case.tokens, case.dims), key=mx.random.key(1)).astype(dtype)
     ids = np.stack(
         [np.random.default_rng(t).permutation(case.experts)[: case.top_k] for t in range(len(x))]
     ).astype(np.uint32)
     mx.eval(x)
-    expected = _reference(module, x, ids)
-    stock = _median(lambda: mx.eval(module(x, mx.array(ids))), rounds)
-    read = plan_group(layer, range(case.experts), align=1, file_sizes=(len(image),))
-    buffer = backend.allocate(read.slot_nbytes, 1)
+    return Bench(ExpertMlp(layer, module), module, image, x, ids)
+
+
+@contextmanager
+def filled_slots(
+    backend: Backend, bench: Bench, groups: Sequence[Sequence[int]]
+) -> Iterator[list[PublishedGroup]]:
+    """A staging slot for each group of experts, filled and published; freed afterwards."""
+    buffers: list[HostBuffer] = []
     try:
-        _fill(read, image, buffer.array)
-        chunk = ChunkInput(x, ids, None)
-
-        def compute() -> mx.array:
-            layer_run = backend.begin_layer(mlp, [chunk])
-            layer_run.add([backend.publish(mlp, read, buffer)]).wait()
-            (y,) = layer_run.outputs()
-            mx.eval(y)
-            return y
-
-        actual = np.array(compute().astype(mx.float32))
-        seconds = _median(compute, rounds)
+        published = []
+        for experts in groups:
+            read = plan_group(bench.mlp.layer, experts, align=1, file_sizes=(len(bench.image),))
+            buffers.append(backend.allocate(read.slot_nbytes, 1))
+            _fill(read, bench.image, buffers[-1].array)
+            published.append(backend.publish(bench.mlp, read, buffers[-1]))
+        yield published
     finally:
-        backend.free(buffer)
-    error = float(np.abs(actual - expected).max() / np.abs(expected).max())
-    return CaseResult(layer.quant[0][1].name, error, TOLERANCE[dtype], seconds, stock)
+        for buffer in buffers:
+            backend.free(buffer)
+
+
+def largest_error(actual: mx.array, expected: np.ndarray) -> float:
+    """Largest difference over the largest expected value."""
+    difference = np.abs(np.array(actual.astype(mx.float32)) - expected).max()
+    return float(difference / np.abs(expected).max())
 
 
 def _random_experts(case: Case, dtype: mx.Dtype) -> SwitchGLU:
@@ -212,8 +264,8 @@ def _dequantized(linear: object) -> mx.array:
     ).astype(mx.float32)
 
 
-def _median(run: object, rounds: int) -> float:
-    assert callable(run)
+def median_seconds(run: Callable[[], object], rounds: int) -> float:
+    """Of `rounds` runs after a first one."""
     run()
     times = []
     for _ in range(rounds):

@@ -1,68 +1,45 @@
-"""A byte-budgeted LRU of experts, one budget over all layers.
+"""A byte-budgeted cache of experts, one budget over all layers.
 
-Records are read straight into pooled slots, or copied there from prefill's staging. A record in use
-by a running computation is never evicted.
+Who leaves is the policy's choice, where records lie is the store's. A record in use by a running
+computation, or still arriving, is never evicted. Guesses (reads ahead on a prediction) have few
+slots of their own and never push out what was really used.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 
-import numpy as np
-
-from mlx_stream.backends.base import Backend, ExpertMlp, HostBuffer, PublishedGroup
-from mlx_stream.experts.staging import settle
-from mlx_stream.storage.read_plan import GroupRead, Plane, plan_group
-from mlx_stream.storage.reader import Reader, Ticket
-
-Key = tuple[int, int]
-COPY_ALIGN = 64
-
-
-@dataclass
-class Record:
-    """One expert in memory; `ticket` is pending until its bytes have arrived."""
-
-    key: Key
-    buffer: HostBuffer
-    published: PublishedGroup
-    ticket: Ticket | None = None
-
-
-@dataclass
-class CacheCounts:
-    """Lookups since the cache was made."""
-
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Hits over lookups."""
-        return self.hits / max(1, self.hits + self.misses)
+from mlx_stream.backends.base import ExpertMlp, HostBuffer, PublishedGroup
+from mlx_stream.decode.policy import EvictionPolicy
+from mlx_stream.decode.residency import Residency
+from mlx_stream.decode.slots import Key, Record, SlotStore
+from mlx_stream.decode.step_counts import CacheCounts
+from mlx_stream.errors import MlxStreamError
+from mlx_stream.storage.read_plan import GroupRead
 
 
 class ExpertCache:
-    """Holds at most `capacity` records of `slot_nbytes` each. Compute thread only.
+    """Holds at most `capacity` records. Compute thread only.
 
-    The cache owns its slots until :meth:`close`; slots are allocated when first needed.
+    The cache owns its slots until :meth:`close`; slots are taken from the store when needed.
     """
 
-    def __init__(
-        self, backend: Backend, reader: Reader, *, slot_nbytes: int, capacity: int
-    ) -> None:
+    def __init__(self, store: SlotStore, policy: EvictionPolicy, *, capacity: int) -> None:
         assert capacity >= 1, "a cache needs room for one expert"
-        self._backend = backend
-        self._reader = reader
-        self.slot_nbytes = slot_nbytes
+        self.store = store
+        self.policy = policy
         self.capacity = capacity
-        self._records: OrderedDict[Key, Record] = OrderedDict()
-        self._free: list[HostBuffer] = []
-        self._allocated = 0
+        self.guess_limit = 0
         self.counts = CacheCounts()
+        self.residency = Residency()
+        self._records: dict[Key, Record] = {}
+        self._guesses: OrderedDict[Key, Record] = OrderedDict()
+        self._arriving: set[Key] = set()
+        self._free: list[object] = []
+        self._slots = 0
 
     def __len__(self) -> int:
         return len(self._records)
@@ -71,148 +48,264 @@ class ExpertCache:
         return key in self._records
 
     @property
+    def slot_nbytes(self) -> int:
+        """Bytes of one record's slot."""
+        return self.store.slot_nbytes
+
+    @property
     def nbytes(self) -> int:
-        """Bytes allocated for slots."""
-        return self._allocated * self.slot_nbytes
+        """Bytes of the slots in being."""
+        return self._slots * self.store.slot_nbytes
+
+    @property
+    def evictable(self) -> int:
+        """Records that guesses leave to what was really used."""
+        return max(1, self.capacity - self.guess_limit)
+
+    def keys(self) -> frozenset[Key]:
+        """What is in memory or arriving."""
+        return frozenset(self._records)
+
+    def record(self, key: Key) -> Record | None:
+        """Without counting or touching."""
+        return self._records.get(key)
+
+    def layer_records(self, mlp: ExpertMlp) -> dict[int, Record]:
+        """``expert -> record`` of a layer, those whose bytes are there."""
+        layer, found = mlp.layer.index, {}
+        for expert in range(mlp.layer.num_experts):
+            record = self._records.get((layer, expert))
+            if record is not None and record.arrival is None:
+                found[expert] = record
+        return found
 
     def lookup(self, mlp: ExpertMlp, expert: int) -> Record | None:
-        """The record of an expert, made most recent; counts a hit or a miss."""
+        """The record of an expert that is needed now; counts a hit or a miss."""
         key = (mlp.layer.index, expert)
         record = self._records.get(key)
         if record is None:
             self.counts.misses += 1
             return None
         self.counts.hits += 1
-        self._records.move_to_end(key)
+        if record.guess:
+            self._promote(record)
+        else:
+            self.policy.touch(key)
         return record
 
-    def start_read(self, mlp: ExpertMlp, expert: int, pinned: set[Key]) -> Record | None:
-        """Begin reading an expert; None when every slot holds a pinned record.
+    def start_read(self, mlp: ExpertMlp, expert: int, pinned: Collection[Key]) -> Record | None:
+        """Begin reading an expert; None when every slot holds a record that must stay.
 
         The caller waits with :meth:`finish_read` before it uses the record.
         """
-        buffer = self._take_slot(pinned)
-        if buffer is None:
+        slot = self._take_slot(pinned)
+        if slot is None:
             return None
-        try:
-            read = plan_group(
-                mlp.layer, (expert,), align=self._reader.align, file_sizes=self._reader.file_sizes
-            )
-            published = self._backend.publish(mlp, read, buffer)
-            record = Record((mlp.layer.index, expert), buffer, published)
-            record.ticket = self._reader.submit(read.ops, buffer.array)
-        except BaseException:
-            self._free.append(buffer)
-            raise
-        self._records[record.key] = record
+        record = self._start(mlp, expert, slot)
+        self.policy.admit(record.key)
         return record
+
+    def guess(self, mlp: ExpertMlp, expert: int, pinned: Collection[Key]) -> bool:
+        """Begin reading an expert that may be needed; False when there is no slot to spare."""
+        key = (mlp.layer.index, expert)
+        if key in self._records:
+            return False
+        if len(self._guesses) >= self.guess_limit and not self._drop_oldest_guess(pinned):
+            return False
+        slot = self._take_slot(pinned)
+        if slot is None:
+            return False
+        record = self._start(mlp, expert, slot)
+        record.guess, record.started = True, time.perf_counter()
+        self._guesses[key] = record
+        self.counts.guesses += 1
+        return True
 
     def finish_read(self, record: Record) -> None:
         """Wait until the record's bytes are there; a failed record leaves the cache."""
-        if record.ticket is None:
+        if record.arrival is None:
             return
         try:
-            record.ticket.wait()
+            record.arrival.wait()
         except BaseException:
             self._abandon(record)
             raise
-        record.ticket = None
+        self._arrived(record)
+
+    def collect_guesses(self) -> None:
+        """Note the guesses whose bytes have come; one that failed leaves, silently: it was a hint.
+
+        The error comes back when the expert is really needed and is read again.
+        """
+        for record in [r for r in self._guesses.values() if r.arrival and r.arrival.done()]:
+            with suppress(MlxStreamError):
+                self.finish_read(record)
 
     def abandon_pending(self) -> None:
         """Drop every record whose read has not finished; returns when no thread writes."""
-        for record in [r for r in self._records.values() if r.ticket is not None]:
-            self._abandon(record)
+        for key in list(self._arriving):
+            self._abandon(self._records[key])
 
-    def copy_in(self, mlp: ExpertMlp, expert: int, read: GroupRead, source: HostBuffer) -> bool:
-        """Copy an expert out of a filled staging slot; False when no slot is to be had."""
+    def copy_in(
+        self,
+        mlp: ExpertMlp,
+        expert: int,
+        read: GroupRead,
+        source: HostBuffer,
+        weight: float = 0.0,
+    ) -> bool:
+        """Copy an expert out of a filled staging slot; False when no slot is to be had.
+
+        Args:
+            weight: the seed's score, for policies that use one.
+        """
         key = (mlp.layer.index, expert)
         if key in self._records:
-            self._records.move_to_end(key)
+            self.policy.touch(key)
             return True
-        buffer = self._take_slot(set())
-        if buffer is None:
+        slot = self._take_slot(())
+        if slot is None:
             return False
         try:
-            compact = _copy_record(read, read.experts.index(expert), source.array, buffer.array)
-            published = self._backend.publish(mlp, compact, buffer)
+            record = self.store.copy_in(mlp, expert, read, source, slot)
         except BaseException:
-            self._free.append(buffer)
+            self._free.append(slot)
             raise
-        self._records[key] = Record(key, buffer, published)
+        self._records[key] = record
+        self._arrived(record)
+        self.policy.admit(key, weight)
         return True
 
-    def resize(self, capacity: int) -> None:
-        """Hold at most `capacity` records from now on; the least recent ones leave."""
+    def groups(self, mlp: ExpertMlp, records: Sequence[Record]) -> list[PublishedGroup]:
+        """Records of one layer as a layer computation takes them."""
+        return self.store.groups(mlp, records)
+
+    def resize(self, capacity: int, spare_nbytes: int = 0) -> None:
+        """Hold at most `capacity` records from now on; the policy says who leaves.
+
+        Nothing may be in use or arriving.
+
+        Args:
+            spare_nbytes: of the budget, for stores that must move what stays.
+        """
         assert capacity >= 1
+        assert not any(r.arrival and not r.guess for r in self._records.values()), "still reading"
+        for record in list(self._guesses.values()):
+            self._discard_guess(record)
         self.capacity = capacity
-        while self._allocated > capacity and self._free:
-            self._backend.free(self._free.pop())
-            self._allocated -= 1
-        while self._allocated > capacity:
-            _, record = self._records.popitem(last=False)
-            assert record.ticket is None, "resized while reading"
-            self.counts.evictions += 1
-            self._backend.free(record.buffer)
-            self._allocated -= 1
+        self.policy.resize(capacity)
+        while len(self._records) > capacity:
+            self._free.append(self._evict(()))
+        while self._slots > capacity:
+            self.store.drop(self._free.pop())
+            self._slots -= 1
+        self._move(capacity, spare_nbytes)
 
     def close(self) -> None:
         """Give all memory back."""
         self.abandon_pending()
         for record in self._records.values():
-            self._backend.free(record.buffer)
-        for buffer in self._free:
-            self._backend.free(buffer)
+            self.store.drop(record.slot)
+        for slot in self._free:
+            self.store.drop(slot)
         self._records.clear()
+        self._guesses.clear()
         self._free.clear()
-        self._allocated = 0
+        self.residency.clear()
+        self.policy.clear()
+        self._slots = 0
+        self.store.close()
 
-    def _abandon(self, record: Record) -> None:
-        ticket, record.ticket = record.ticket, None
-        if ticket is not None:
-            settle([ticket])
-        if self._records.pop(record.key, None) is not None:
-            self._free.append(record.buffer)
+    # --- slots ------------------------------------------------------------------------------
 
-    def _take_slot(self, pinned: set[Key]) -> HostBuffer | None:
+    def _take_slot(self, pinned: Collection[Key]) -> object | None:
         if self._free:
             return self._free.pop()
-        if self._allocated < self.capacity:
-            buffer = self._backend.allocate(self.slot_nbytes, self._reader.align)
-            self._allocated += 1
-            return buffer
-        for key, record in self._records.items():
-            if key not in pinned and record.ticket is None:
-                del self._records[key]
-                self.counts.evictions += 1
-                return record.buffer
-        return None
+        if self._slots < self.capacity:
+            slot = self.store.take()
+            self._slots += 1
+            return slot
+        if len(self._records) - len(self._guesses) < self.evictable and self._drop_oldest_guess(
+            pinned
+        ):
+            return self._free.pop()
+        slot = self._evict(pinned)
+        if slot is None and self._drop_oldest_guess(pinned):
+            slot = self._free.pop()
+        return slot
 
+    def _evict(self, pinned: Collection[Key]) -> object | None:
+        stay = self._arriving.union(pinned) if self._arriving else pinned
+        key = self.policy.victim(stay)
+        if key is None:
+            return None
+        record = self._records.pop(key)
+        self.policy.forget(key)
+        self.residency.left(key[0])
+        self.counts.evictions += 1
+        return record.slot
 
-def _copy_record(
-    read: GroupRead, position: int, source: np.ndarray, target: np.ndarray
-) -> GroupRead:
-    """Copy one expert's planes densely into `target`; returns their new layout."""
-    planes, offset = [], 0
-    for plane in read.planes:
-        start = plane.offsets[position]
-        target[offset : offset + plane.nbytes] = source[start : start + plane.nbytes]
-        planes.append(replace(plane, offsets=(offset,)))
-        offset = -(-(offset + plane.nbytes) // COPY_ALIGN) * COPY_ALIGN
-    return _single(read, position, tuple(planes))
+    def _move(self, capacity: int, spare_nbytes: int) -> None:
+        """The store may have to move what stays, or lose it."""
+        live = list(self._records.values())
+        kept = {record.key for record in self.store.resize(capacity, live, spare_nbytes)}
+        for key in [key for key in self._records if key not in kept]:
+            del self._records[key]
+            self.policy.forget(key)
+            self.residency.left(key[0])
+        self.residency.moved()
 
+    # --- records ----------------------------------------------------------------------------
 
-def _single(read: GroupRead, position: int, planes: Sequence[Plane]) -> GroupRead:
-    return replace(
-        read,
-        experts=(read.experts[position],),
-        planes=tuple(planes),
-        ops=(),
-        payload_nbytes=sum(p.nbytes for p in planes),
-    )
+    def _start(self, mlp: ExpertMlp, expert: int, slot: object) -> Record:
+        try:
+            record = self.store.start_read(mlp, expert, slot)
+        except BaseException:
+            self._free.append(slot)
+            raise
+        self._records[record.key] = record
+        self._arriving.add(record.key)
+        return record
 
+    def _arrived(self, record: Record) -> None:
+        record.arrival = None
+        self._arriving.discard(record.key)
+        self.residency.arrived(record.key[0])
 
-def record_nbytes(mlps: Sequence[ExpertMlp], align: int, read_slot_nbytes: int) -> int:
-    """Bytes of a cache slot: enough for a record as read and as copied, a multiple of `align`."""
-    dense = max(sum(-(-t.nbytes // COPY_ALIGN) * COPY_ALIGN for t in m.layer.tensors) for m in mlps)
-    step = max(align, COPY_ALIGN)
-    return -(-max(dense, read_slot_nbytes) // step) * step
+    def _abandon(self, record: Record) -> None:
+        """Take out a record that never arrived, once no thread writes to its slot."""
+        arrival, record.arrival = record.arrival, None
+        if arrival is not None:
+            arrival.cancel()
+            with suppress(MlxStreamError):  # the request has its own error already
+                arrival.wait()
+        self._arriving.discard(record.key)
+        self._guesses.pop(record.key, None)
+        if self._records.pop(record.key, None) is not None:
+            if not record.guess:
+                self.policy.forget(record.key)
+            self._free.append(record.slot)
+
+    def _promote(self, record: Record) -> None:
+        """A guess that came true is a record like any other."""
+        record.guess = False
+        del self._guesses[record.key]
+        self.counts.guesses_used += 1
+        self.policy.admit(record.key)
+
+    def _drop_oldest_guess(self, pinned: Iterable[Key]) -> bool:
+        for key, record in self._guesses.items():
+            if key not in pinned and (record.arrival is None or record.arrival.done()):
+                self._discard_guess(record)
+                return True
+        return False
+
+    def _discard_guess(self, record: Record) -> None:
+        self.counts.wasted_nbytes += record.read_nbytes
+        if record.arrival is not None:
+            self._abandon(record)
+            return
+        del self._guesses[record.key]
+        del self._records[record.key]
+        self.residency.left(record.key[0])
+        self._free.append(record.slot)

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+Step = Callable[[mx.array, list[Any]], mx.array]
+"""``step(tokens [1, T], cache) -> evaluated logits [T, V]``."""
 
 
 def decode_tokens(
-    model: nn.Module,
+    step: Step,
     cache: list[Any],
     logits: mx.array,
     prompt: Sequence[int],
@@ -40,8 +41,7 @@ def decode_tokens(
         mx.eval(sampled, logprobs)
         token = int(sampled.item())
         yield token, logprobs[0]
-        step = mx.array([[token]], dtype=mx.uint32)
+        tokens = mx.array([[token]], dtype=mx.uint32)
         if history is not None:
-            history = mx.concatenate([history, step[0]])
-        logits = model(step, cache=cache)[0, -1]
-        mx.eval(logits)
+            history = mx.concatenate([history, tokens[0]])
+        logits = step(tokens, cache)[-1]

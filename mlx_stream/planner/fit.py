@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from mlx_stream.config import format_bytes
 from mlx_stream.errors import BudgetError
+from mlx_stream.kv.options import PLAIN, KvOptions
+from mlx_stream.planner.kv_size import kv_size
 from mlx_stream.planner.model_shape import ModelShape
 from mlx_stream.prefill.schedule import (
     LayerReads,
@@ -30,7 +32,6 @@ TARGET_GROUP_NBYTES = 48 << 20
 MIN_SLOTS = 2
 SMALL_CHUNK = 64
 DIRECT_ALIGN = 4096  # the largest block that file systems ask of cache-bypassing reads
-KV_STEP = 256  # mlx-lm grows its caches in steps of this many tokens
 # Enough to go on reading while a layer's attention computes. More buys nothing and costs page
 # faults: first touching 2.4 GB took 2.5 s of system time where reading it took 1.8 s.
 STAGING_NBYTES = 512 << 20
@@ -51,6 +52,7 @@ class Traits:
         combined: whether all expert outputs are weighted inside the stream.
         decode_tokens: tokens to leave KV room for after the prompt.
         union_tokens: longest prompt that waits for its routing before it reads.
+        kv: how keys and values are kept.
     """
 
     itemsize: int
@@ -60,6 +62,7 @@ class Traits:
     combined: bool = True
     decode_tokens: int = 256
     union_tokens: int = 512
+    kv: KvOptions = PLAIN
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ def plan_prefill(
     smallest = None
     for segment, chunk, group in _candidates(index, prompt_tokens, asked):
         choice = _Choice(segment, chunk, group, MIN_SLOTS)
-        memory = _memory(index, shape, traits, choice, prompt_tokens + past_tokens, budget)
+        memory = _memory(index, shape, traits, choice, prompt_tokens, past_tokens, budget)
         if memory.total <= budget:
             return _finish(index, shape, traits, choice, memory, prompt_tokens, asked)
         if smallest is None or memory.total < smallest.total:
@@ -166,25 +169,31 @@ def _memory(
     shape: ModelShape,
     traits: Traits,
     choice: _Choice,
-    total_tokens: int,
+    prompt_tokens: int,
+    past_tokens: int,
     budget: int,
 ) -> MemoryPlan:
-    item, tokens = traits.itemsize, choice.segment_tokens
+    item, tokens, total_tokens = traits.itemsize, choice.segment_tokens, prompt_tokens + past_tokens
     held = int(HELD_VECTORS * shape.streams * shape.hidden * item * tokens)
     if not traits.combined:
         held += tokens * shape.top_k * shape.hidden * item
     if shape.full_masks:
         held += tokens * total_tokens // 2
-    kv_tokens = -(-(total_tokens + traits.decode_tokens) // KV_STEP) * KV_STEP
-    # Caches grow by concatenation: one layer exists twice for a moment.
-    kv = shape.kv_values * kv_tokens * item
-    kv_layer = kv // max(1, shape.layers)
+    kv = kv_size(
+        shape,
+        traits.kv,
+        item,
+        total_tokens=total_tokens,
+        decode_tokens=traits.decode_tokens,
+        chunk_tokens=choice.chunk_tokens,
+        segments=-(-prompt_tokens // tokens),
+    )
     return MemoryPlan(
         budget=budget,
         resident=traits.resident,
-        kv=kv,
+        kv=kv.held,
         held=held,
-        transient=choice.chunk_tokens * shape.attention_values * item + kv_layer,
+        transient=choice.chunk_tokens * shape.attention_values * item + kv.layer + kv.scores,
         scratch=traits.scratch,
         staging=choice.slots * slot_capacity(index, choice.group_size, traits.align),
         expert_cache=slot_capacity(index, 1, traits.align),

@@ -22,9 +22,7 @@ _CGROUP_FILES = (
 
 def default_budget(device_limit: int | None) -> tuple[int, str]:
     """``(bytes, why)``: a share of what is free, of the cgroup's room and of the GPU's limit."""
-    free = psutil.virtual_memory().available
-    room = cgroup_room()
-    share = FREE_SHARE * (free if room is None else min(free, room))
+    share = FREE_SHARE * available_bytes()
     why = f"{FREE_SHARE:.0%} of {format_bytes(share / FREE_SHARE)} free"
     if device_limit is not None and DEVICE_SHARE * device_limit < share:
         share = DEVICE_SHARE * device_limit
@@ -32,16 +30,38 @@ def default_budget(device_limit: int | None) -> tuple[int, str]:
     return int(share), why
 
 
+def available_bytes() -> int:
+    """Bytes that new allocations may take now: of the machine, and of this process's cgroup.
+
+    Cheap enough to be asked for every decoded token (a fifth of a millisecond on Linux).
+    """
+    free, room = psutil.virtual_memory().available, cgroup_room()
+    return free if room is None else min(free, room)
+
+
 def cgroup_room() -> int | None:
-    """Bytes left under this process's memory cgroup, or None where there is no limit."""
+    """Bytes left under this process's memory cgroup, or None where there is no limit.
+
+    Page cache that the system would drop first counts as left, as it does for the machine.
+    """
     if sys.platform != "linux":
         return None
-    rooms = []
+    rooms, total = [], psutil.virtual_memory().total
     for limit_file, used_file in _own_cgroup_files():
         limit, used = _number(limit_file), _number(used_file)
-        if limit is not None and used is not None and limit < psutil.virtual_memory().total:
-            rooms.append(max(0, limit - used))
+        if limit is not None and used is not None and limit < total:
+            held = max(0, used - _droppable(used_file.with_name("memory.stat")))
+            rooms.append(max(0, limit - held))
     return min(rooms, default=None)
+
+
+def _droppable(stat: Path) -> int:
+    """Bytes of page cache not used lately, descendants' included."""
+    try:
+        fields = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
+        return int(fields.get("total_inactive_file") or fields.get("inactive_file") or 0)
+    except (OSError, ValueError):
+        return 0
 
 
 def _own_cgroup_files() -> list[tuple[Path, Path]]:

@@ -119,7 +119,7 @@ class CacheSnapshot:
         self._offsets: list[tuple[Any, int]] = []
         self._states: list[tuple[Any, dict[str, Any]]] = []
         for leaf in cache_leaves(cache):
-            if append_only and type(leaf) in _APPENDING:
+            if append_only and _only_appends(leaf):
                 self._offsets.append((leaf, leaf.offset))
             else:
                 self._states.append((leaf, _alias(leaf.__dict__)))
@@ -131,6 +131,10 @@ class CacheSnapshot:
         for leaf, state in self._states:
             leaf.__dict__.clear()
             leaf.__dict__.update(_alias(state))
+
+
+def _only_appends(leaf: Any) -> bool:
+    return type(leaf) in _APPENDING or getattr(leaf, "only_appends", False)
 
 
 def _alias(state: dict[str, Any]) -> dict[str, Any]:

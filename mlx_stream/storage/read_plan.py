@@ -125,10 +125,11 @@ def slot_capacity(index: ExpertIndex, group_size: int, align: int) -> int:
     """
     if group_size < 1:
         raise ValueError(f"group_size must be positive, not {group_size}")
-    return max(_layer_capacity(layer, group_size, align) for layer in index.layers)
+    return max(layer_slot_capacity(layer, group_size, align) for layer in index.layers)
 
 
-def _layer_capacity(layer: ExpertLayer, group_size: int, align: int) -> int:
+def layer_slot_capacity(layer: ExpertLayer, group_size: int, align: int) -> int:
+    """The same for one layer."""
     group = min(group_size, layer.num_experts)
     if align == 1:  # the place in the file does not matter
         return _planar_size(layer, group)

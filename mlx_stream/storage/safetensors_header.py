@@ -102,6 +102,19 @@ def parse_header(
     return tuple(tensors)
 
 
+def parse_metadata(raw: bytes, file_size: int, path: Path | str) -> dict[str, str]:
+    """The ``__metadata__`` of a header; arguments as for `parse_header`.
+
+    Raises:
+        HeaderError: malformed header, or metadata that is not text by name.
+    """
+    end = header_nbytes(raw, file_size, path)
+    found = _decode_json(raw[LENGTH_NBYTES:end], path).get("__metadata__", {})
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        _fail(path, "The metadata is malformed.", "an object of strings", type(found).__name__)
+    return found
+
+
 def _decode_json(text: bytes, path: Path | str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)

@@ -25,8 +25,8 @@ def answer(rows):
 
 def hold(engine, capacity, monkeypatch):
     """Keep the expert cache at `capacity` records from now on."""
-    engine._cache.resize(capacity)
-    monkeypatch.setattr(engine._cache, "resize", lambda _: None)
+    engine.decoder.cache.resize(capacity)
+    monkeypatch.setattr(engine.decoder.cache, "resize", lambda *_: None)
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 5, 1000])
@@ -39,7 +39,7 @@ def test_a_cache_smaller_than_one_tokens_experts(
     engine = open_engine(path)
     hold(engine, capacity, monkeypatch)
     assert generate(engine, prompt, STEPS) == answer(rows)
-    assert len(engine._cache) <= capacity
+    assert len(engine.decoder.cache) <= capacity
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3])
@@ -53,7 +53,7 @@ def test_hits_that_fill_the_whole_cache(checkpoint, stock, open_engine, monkeypa
     engine = open_engine(path)
     hold(engine, capacity, monkeypatch)
     assert generate(engine, prompt, STEPS) == answer(rows)
-    assert engine._cache.counts.hits > 0
+    assert engine.decoder.cache.counts.hits > 0
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 1000])
@@ -75,8 +75,8 @@ def test_any_budget_gives_the_same_tokens(checkpoint, stock, open_engine, monkey
     for budget in (low, low + 100_000, low + 400_000, low + 1_000_000, low + 9_000_000):
         engine = open_engine(path, memory_budget=budget)
         assert generate(engine, prompt, STEPS) == answer(rows)
-        capacities.add(engine._cache.capacity)
-        assert engine._cache.nbytes <= engine.budget.owner("expert cache")
+        capacities.add(engine.decoder.cache.capacity)
+        assert engine.decoder.cache.nbytes <= engine.budget.owner("expert cache")
         assert engine.budget.peak <= budget
         engine.close()
     assert len(capacities) >= 3, "these budgets should give caches of different sizes"
@@ -126,10 +126,10 @@ def test_a_failing_read_leaves_the_caches_consistent(
     with pytest.raises(ReadError):
         next(steps)
     assert fault.failed
-    assert all(record.ticket is None for record in engine._cache._records.values())
+    assert all(record.arrival is None for record in engine.decoder.cache._records.values())
     fault.disarm()
     assert generate(engine, prompt, STEPS) == answer(rows)
-    assert engine._cache.nbytes <= 2 * engine._cache.slot_nbytes
+    assert engine.decoder.cache.nbytes <= 2 * engine.decoder.cache.slot_nbytes
 
 
 def test_a_failed_step_can_be_taken_again(checkpoint, stock, open_engine, monkeypatch):

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_stream.decode.expert_cache import ExpertCache, record_nbytes
+from mlx_stream.decode.expert_cache import ExpertCache
+from mlx_stream.decode.policy import make_policy
+from mlx_stream.decode.slots import RecordSlots, record_nbytes
 from mlx_stream.errors import ReadError
 from mlx_stream.storage.read_plan import plan_group, slot_capacity
 from tests.support.faults import FailingReads, install_fault
@@ -28,7 +30,9 @@ def make_cache(engine):
     def make(capacity):
         align = engine.reader.align
         slot = record_nbytes(engine._mlps, align, slot_capacity(engine.index, 1, align))
-        made.append(ExpertCache(engine.backend, engine.reader, slot_nbytes=slot, capacity=capacity))
+        store = RecordSlots(engine.backend, engine.reader, slot)
+        policy = make_policy("lru", capacity=capacity)
+        made.append(ExpertCache(store, policy, capacity=capacity))
         return made[-1]
 
     yield make
@@ -94,7 +98,8 @@ def test_it_behaves_as_a_least_recently_used_list(engine, make_cache, capacity, 
         model.append(key)
         record = fetch(cache, engine._mlps[layer], expert)
         assert record.key == key
-        assert list(cache._records) == model
+        assert list(cache.policy._order) == model
+        assert cache.keys() == set(model)
         assert cache.nbytes <= capacity * cache.slot_nbytes
     assert (cache.counts.hits, cache.counts.misses) == (hits, len(asked) - hits)
     assert cache.counts.evictions == evictions
@@ -126,7 +131,7 @@ def test_abandoned_reads_leave_and_their_slots_come_back(engine, make_cache):
     kept = fetch(cache, mlp, 0)
     cache.start_read(mlp, 1, set())
     cache.abandon_pending()
-    assert list(cache._records) == [kept.key]
+    assert cache.keys() == {kept.key}
     record = fetch(cache, mlp, 2)
     assert contents(record) == from_file(engine, mlp, 2)
     assert kept.key in cache, "the freed slot was used, nothing was evicted"
@@ -136,7 +141,7 @@ def test_a_failed_read_leaves_the_cache_and_its_slot(checkpoint, open_engine, mo
     fault = FailingReads()
     install_fault(monkeypatch, fault)
     engine = open_engine(checkpoint("qwen3_moe"))
-    cache, mlp = engine._cache, engine._mlps[0]
+    cache, mlp = engine.decoder.cache, engine._mlps[0]
     cache.resize(2)
     kept = fetch(cache, mlp, 5)
     fault.arm()
@@ -153,7 +158,7 @@ def test_a_failed_read_leaves_the_cache_and_its_slot(checkpoint, open_engine, mo
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 def test_copies_from_staging_equal_the_file(checkpoint, open_engine, io):
     engine = open_engine(checkpoint("qwen3_moe"), io=io)
-    cache, mlp, reader = engine._cache, engine._mlps[1], engine.reader
+    cache, mlp, reader = engine.decoder.cache, engine._mlps[1], engine.reader
     cache.resize(3)
     read = plan_group(mlp.layer, range(2, 7), align=reader.align, file_sizes=reader.file_sizes)
     slot = engine.backend.allocate(read.slot_nbytes, reader.align)
@@ -174,7 +179,7 @@ def test_copying_what_is_there_makes_it_most_recent(engine, make_cache):
     fetch(cache, mlp, 1)
     assert cache.copy_in(mlp, 0, None, None)
     fetch(cache, mlp, 2)
-    assert list(cache._records) == [(0, 0), (0, 2)]
+    assert cache.keys() == {(0, 0), (0, 2)}
 
 
 def test_growing_costs_nothing_until_it_is_used(engine, make_cache):

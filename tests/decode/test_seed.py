@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_stream.decode.seed import LAYER_NBYTES, RECENT_TOKENS, ROUTED_SETS, RecentTokensSeeder
+from mlx_stream.decode.seed import LAYER_NBYTES, ROUTED_SETS, PromptSeeder
+from mlx_stream.decode.seed_policy import RECENT_TOKENS
 from tests.prefill.running import decode, recorded_routing, settled_prompt
 from tests.support.checkpoints import stock_prefill
 
@@ -26,7 +27,7 @@ class Cache:
         self.slot_nbytes = LAYER_NBYTES  # so large that the routed sets are the limit
         self.copied = []
 
-    def copy_in(self, mlp, expert, read, buffer):
+    def copy_in(self, mlp, expert, read, buffer, weight):
         self.copied.append(expert)
         return expert % 2 == 0
 
@@ -41,7 +42,7 @@ class Cache:
 def test_choice_equals_a_plain_loop(sizes, k, capacity, seed):
     rng = np.random.default_rng(seed)
     chunks = [rng.integers(0, 16, (size, k)) for size in sizes]
-    seeder = RecentTokensSeeder(Cache(capacity), layers=1)
+    seeder = PromptSeeder(Cache(capacity), 1, "weighted")
     chosen = seeder.choose(Mlp(), chunks)
 
     rows = [row for chunk in chunks for row in chunk.tolist()][-RECENT_TOKENS:]
@@ -60,7 +61,7 @@ def test_choice_equals_a_plain_loop(sizes, k, capacity, seed):
 @FAST
 @given(st.integers(1, 60), st.integers(1, 12))
 def test_layers_share_the_whole_cache_evenly(capacity, layers):
-    seeder = RecentTokensSeeder(Cache(capacity), layers)
+    seeder = PromptSeeder(Cache(capacity), layers, "weighted")
     everyone = [np.arange(16).reshape(2, 8)]  # K is so large that it sets no limit
     shares = [len(seeder.choose(Mlp(), everyone)) for _ in range(layers)]
     assert sum(shares) == min(capacity, sum(min(16, s) for s in shares))
@@ -70,7 +71,8 @@ def test_layers_share_the_whole_cache_evenly(capacity, layers):
 
 
 def test_only_copies_that_were_kept_are_counted():
-    seeder = RecentTokensSeeder(Cache(9), layers=1)
+    seeder = PromptSeeder(Cache(9), 1, "weighted")
+    seeder.choose(Mlp(), [np.array([[1, 2, 4]])])
     seeder.keep(Mlp(), [1, 2, 4], None, None)
     assert seeder.kept == 2
 
@@ -94,15 +96,15 @@ def test_seeding_reads_nothing_and_saves_reads(checkpoint, stock, request, monke
         engine = open_one(path, **({} if kind == "open_metal" else {"io": "buffered"}))
         result = engine.prefill(prompt)
         after_prefill = engine.reader.counters.bytes
-        kept = set(engine._cache._records)
+        kept = set(engine.decoder.cache.keys())
         tokens = decode(engine, result, prompt, 6)
         read = engine.reader.counters.bytes - after_prefill
-        hits = engine._cache.counts.hits
+        hits = engine.decoder.cache.counts.hits
         engine.close()
         return result.receipt, kept, tokens, read, hits
 
     seeded, kept, tokens, read, hits = run(path)
-    monkeypatch.setattr(RecentTokensSeeder, "choose", lambda *args: frozenset())
+    monkeypatch.setattr(PromptSeeder, "choose", lambda *args: frozenset())
     plain, nothing, same, read_cold, cold_hits = run(path)
 
     assert seeded.bytes_read == plain.bytes_read, "prefill reads the same bytes either way"
@@ -121,10 +123,10 @@ def test_everything_fits_so_decode_reads_nothing(checkpoint, stock, open_engine)
     engine = open_engine(path)
     result = engine.prefill(prompt)
     before = engine.reader.counters.bytes
-    assert len(engine._cache) == result.receipt.cached_experts
+    assert len(engine.decoder.cache) == result.receipt.cached_experts
     decode(engine, result, prompt, 6)
     after = engine.reader.counters.bytes
     records = sum(layer.num_experts for layer in engine.index.layers)
-    assert len(engine._cache) == records, "the last 64 tokens used every expert"
+    assert len(engine.decoder.cache) == records, "the last 64 tokens used every expert"
     assert after == before
-    assert engine._cache.counts.evictions == 0
+    assert engine.decoder.cache.counts.evictions == 0

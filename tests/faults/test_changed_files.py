@@ -101,7 +101,7 @@ def test_during_decode(folder, shard, prompt, answer, change):
         tokens = runtime.stream_generate(prompt, len(answer))
         got = [next(tokens).token for _ in range(2)]
         change(shard)
-        runtime.engine._cache.resize(1)  # so that the next token must read
+        runtime.engine.decoder.cache.resize(1)  # so that the next token must read
         with pytest.raises((errors.FileChangedError, errors.EndOfFileError)) as caught:
             got.extend(response.token for response in tokens)
         assert caught.value.file == str(shard)

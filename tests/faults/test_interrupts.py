@@ -163,8 +163,8 @@ def test_ctrl_c_at_any_moment_of_decode(intact, prompt, answer):
             with contextlib.suppress(KeyboardInterrupt), _CtrlC(seconds * (n + 0.5) / 20):
                 list(runtime.stream_generate(prompt, 40))
             assert [r.token for r in runtime.stream_generate(prompt, 3)] == answer[:3]
-        records = runtime.engine._cache
-        assert records._allocated == len(records) + len(records._free)
+        records = runtime.engine.decoder.cache
+        assert records._slots == len(records) + len(records._free)
 
 
 def test_generator_dropped_half_way(intact, prompt, answer):

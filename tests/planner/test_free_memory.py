@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlx_stream.planner import free_memory
-from mlx_stream.planner.free_memory import default_budget
+from mlx_stream.planner.free_memory import available_bytes, default_budget
 
 
 @pytest.fixture
@@ -49,5 +49,27 @@ def test_the_limit_of_this_process_cgroup_is_found(tmp_path, monkeypatch):
     assert free_memory.cgroup_room() == 600
     monkeypatch.setattr(free_memory, "_own_cgroup_files", lambda: files[2:])
     assert free_memory.cgroup_room() is None
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 300\nactive_file 90\n")
+    monkeypatch.setattr(free_memory, "_own_cgroup_files", lambda: files)
+    assert free_memory.cgroup_room() == 900  # page cache that would go first is room
+    (tmp_path / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 100\n")
+    assert free_memory.cgroup_room() == 700  # v1 counts descendants apart
+    (tmp_path / "memory.stat").write_text("inactive_file 10000\n")
+    assert free_memory.cgroup_room() == 1000  # never more than the limit
+    (tmp_path / "memory.stat").write_text("nonsense\n")
+    assert free_memory.cgroup_room() == 600
     monkeypatch.setattr(free_memory.sys, "platform", "darwin")
     assert free_memory.cgroup_room() is None
+
+
+def test_available_bytes_is_the_tighter_of_machine_and_cgroup(machine):
+    machine(100, None)
+    assert available_bytes() == 100
+    machine(100, 60)
+    assert available_bytes() == 60
+    machine(50, 60)
+    assert available_bytes() == 50
+
+
+def test_available_bytes_here():
+    assert 0 < available_bytes() <= free_memory.psutil.virtual_memory().total

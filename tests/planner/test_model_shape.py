@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_stream.planner.fit import KV_STEP
+from mlx_stream.planner.kv_size import KV_STEP
 from mlx_stream.planner.model_shape import model_shape
 from mlx_stream.prefill.cache_views import cache_arrays
 from mlx_stream.storage.checkpoint import open_checkpoint

@@ -6,6 +6,8 @@ import errno
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -20,7 +22,7 @@ from mlx_stream.errors import (
     ReadCancelled,
     ReadError,
 )
-from mlx_stream.storage import read_op, reader
+from mlx_stream.storage import read_op, read_workers, reader
 from mlx_stream.storage.read_plan import ReadOp, plan_group
 from mlx_stream.storage.reader import Reader
 
@@ -52,6 +54,13 @@ def checkpoint(tmp_path):
 def block_op(n: int, *, file: int = 0, blocks: int = 1) -> ReadOp:
     """Blocks n.. of a file into the same place of the slot."""
     return ReadOp(file, n * BLOCK, ((n * BLOCK, blocks * BLOCK),))
+
+
+def wait_for(condition, seconds=10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def content(checkpoint, file=0) -> bytes:
@@ -195,7 +204,7 @@ def test_short_reads_are_continued_at_aligned_places(checkpoint, monkeypatch, mo
     """O_DIRECT cannot go on in the middle of a block: that block is read again."""
     buffer = aligned_buffer(9 * BLOCK)
     with Reader(checkpoint, io="buffered") as r:
-        r.align = 512  # as if O_DIRECT
+        r._workers.align = 512  # as if O_DIRECT
         cut_reads(monkeypatch, most, align=512)
         r.submit([block_op(0, blocks=9)], buffer).wait()
         assert r.counters.bytes >= SIZE
@@ -444,7 +453,7 @@ def test_cancel_and_close_from_everywhere(checkpoint):
                     ticket.cancel()
                 ticket.wait(10)
         except ReadCancelled:
-            if not r._closed:
+            if not r._workers.closed:
                 return user(seed + 10)
 
     users = [threading.Thread(target=user, args=(n,)) for n in range(3)]
@@ -472,7 +481,7 @@ def test_ctrl_c_interrupts_wait(checkpoint):
 
 
 def test_wait_is_woken_and_does_not_poll(checkpoint, monkeypatch):
-    monkeypatch.setattr(reader, "_POLL", 60)
+    monkeypatch.setattr(read_workers, "_POLL", 60)
     gate = Gate()
     with Reader(checkpoint, fault=gate) as r:
         ticket = r.submit([block_op(0)], aligned_buffer(BLOCK))
@@ -489,6 +498,83 @@ def test_threads_have_names_and_die_with_the_process(checkpoint):
         names = {t.name for t in threading.enumerate() if t.daemon and "mlx-stream" in t.name}
         assert names == {f"mlx-stream-reader-{n}" for n in range(3)}
         assert r.counters == reader.ReadCounters(0, 0, 0, 0.0)
+
+
+# --- dropped without close ------------------------------------------------------------------
+
+
+def test_a_dropped_reader_ends_its_threads_and_closes_its_files(checkpoint):
+    before = resources()
+    r = Reader(checkpoint, threads=3)
+    r.submit([block_op(0)], aligned_buffer(BLOCK)).wait(10)
+    assert resources() != before
+    del r
+    wait_for(lambda: resources() == before)
+
+
+def test_a_reader_in_a_cycle_is_collected(checkpoint):
+    before = resources()
+    r = Reader(checkpoint)
+    r.itself = r
+    del r
+    gc.collect()
+    wait_for(lambda: resources() == before)
+
+
+def test_a_reader_dropped_while_it_reads(checkpoint):
+    """What runs ends well, what is queued is cancelled; nobody waits for ever."""
+    before, gate = resources(), Gate()
+    r = Reader(checkpoint, threads=1, fault=gate)
+    first = r.submit([block_op(0)], aligned_buffer(BLOCK))
+    queued = r.submit([block_op(n) for n in range(4)], aligned_buffer(4 * BLOCK))
+    gate.entered.acquire()
+    del r
+    gate.open.set()
+    first.wait(10)
+    with pytest.raises(ReadCancelled):
+        queued.wait(10)
+    wait_for(lambda: resources() == before)
+
+
+def test_a_reader_may_be_collected_inside_its_own_lock(checkpoint):
+    """A collection begins anywhere: the finalizer must take no lock."""
+    before = resources()
+    r = Reader(checkpoint)
+    workers = r._workers
+    with workers._lock:
+        del r
+        assert workers.closed
+    wait_for(lambda: resources() == before)
+
+
+@pytest.mark.parametrize("state", ["idle", "reading", "throttled"])
+def test_the_interpreter_ends_with_an_open_reader(checkpoint, state):
+    code = (
+        "import sys, threading\n"
+        "from tests.storage.test_reader import *\n"
+        "from tests.storage.builders import *\n"
+        "from mlx_stream.storage.throttle import Throttle\n"
+        "from mlx_stream.storage.checkpoint import Checkpoint, FileIdentity\n"
+        "path = Path(sys.argv[1])\n"
+        "files = (FileIdentity.of(path, os.stat(path)),)\n"
+        "entered = threading.Event()\n"
+        "def fault(*op):\n"
+        "    entered.set()\n"
+        "    if sys.argv[2] == 'reading': threading.Event().wait()\n"
+        "throttle = Throttle(1e3) if sys.argv[2] == 'throttled' else None\n"
+        "r = Reader(Checkpoint(path.parent, {}, files, {}), fault=fault, throttle=throttle)\n"
+        "ticket = r.submit([block_op(n) for n in range(8)], aligned_buffer(SIZE + BLOCK))\n"
+        "entered.wait(10)\n"
+        "if sys.argv[2] == 'idle': ticket.wait(10)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(checkpoint.files[0].path), state],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_no_thread_can_be_started(checkpoint, monkeypatch):

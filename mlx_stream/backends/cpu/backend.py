@@ -14,8 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_stream.backends import shared_settings
 from mlx_stream.backends.base import (
     ChunkInput,
+    DecodeAsLayer,
     ExpertMlp,
     Fence,
     HostBuffer,
@@ -41,13 +43,14 @@ from mlx_stream.backends.cpu.memory import HostMemory
 from mlx_stream.backends.cpu.pool import WorkerPool
 from mlx_stream.backends.grouping import group_by_expert
 from mlx_stream.backends.kernels.selection import Choice
+from mlx_stream.backends.slot_ops import MappedOnMlx
 from mlx_stream.storage.read_plan import GroupRead
 
 _NUMPY = {"U32": np.uint32, "U8": np.uint8, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 MLX_CACHE_NBYTES = 64 << 20
 
 
-class CpuBackend:
+class CpuBackend(DecodeAsLayer, MappedOnMlx):
     """See the module docstring and :class:`mlx_stream.backends.base.Backend`."""
 
     name = "cpu"
@@ -59,9 +62,10 @@ class CpuBackend:
         self._specs: dict[int, tuple[ExpertMlp, MlpSpec]] = {}
         self.choices: dict[str, Choice] = {}
         self._memory = HostMemory()
-        self._old_cache_limit = mx.set_cache_limit(MLX_CACHE_NBYTES)
-        self._old_device = mx.default_device()
-        mx.set_default_device(mx.cpu)
+        self._restore = (
+            shared_settings.cache_limit.hold(MLX_CACHE_NBYTES),
+            shared_settings.default_device.hold(mx.Device(mx.cpu)),
+        )
 
     def allocate(self, nbytes: int, align: int) -> HostBuffer:
         """Page-aligned memory; pages count only once they are filled."""
@@ -119,10 +123,10 @@ class CpuBackend:
         )
 
     def close(self) -> None:
-        """Stop the workers."""
+        """Stop the workers and put MLX's settings back."""
         self._pool.close()
-        mx.set_cache_limit(self._old_cache_limit)
-        mx.set_default_device(self._old_device)
+        for restore in self._restore:
+            restore()
 
     def _spec(self, mlp: ExpertMlp) -> tuple[MlpSpec, dict[tuple[str, str], str]]:
         known = self._specs.get(mlp.layer.index)

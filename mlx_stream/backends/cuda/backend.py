@@ -44,6 +44,8 @@ from mlx_stream.backends.cuda.upload import (
 )
 from mlx_stream.backends.kernels.grouped_cuda import MIN_COMPUTE_CAPABILITY
 from mlx_stream.backends.kernels.launch import run_cuda
+from mlx_stream.backends.shared_settings import cache_limit
+from mlx_stream.backends.slot_ops import MappedOnMlx
 from mlx_stream.errors import CapabilityError
 from mlx_stream.storage.read_plan import GroupRead
 
@@ -53,7 +55,7 @@ CACHE_LIMIT_NBYTES = 256 << 20  # MLX's default keeps nearly everything it ever 
 KERNELS = ("auto", "fused", "stock")
 
 
-class CudaBackend(ResidentOnMlx):
+class CudaBackend(ResidentOnMlx, MappedOnMlx):
     """See the module docstring.
 
     Args:
@@ -97,7 +99,7 @@ class CudaBackend(ResidentOnMlx):
         self._pool: dict[int, list[HostBuffer]] = defaultdict(list)
         self._paths: dict[tuple[int, mx.Dtype], tuple[ExpertPath, Choice]] = {}
         self.choices: dict[str, Choice] = {}
-        self._old_cache_limit = mx.set_cache_limit(CACHE_LIMIT_NBYTES)
+        self._restore_cache_limit = cache_limit.hold(CACHE_LIMIT_NBYTES)
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -159,7 +161,7 @@ class CudaBackend(ResidentOnMlx):
         self._uploader.idle()
         self._release_pool()
         self._uploader.close()
-        mx.set_cache_limit(self._old_cache_limit)
+        self._restore_cache_limit()
 
     def _open_runtime(self, cudart: Cudart | None, required: bool) -> None:
         if cudart is None and required:

@@ -84,6 +84,36 @@ def choose(
     return Choice("fused", f"doctor measured our kernel at {gain:.2f}x of stock here")
 
 
+def choose_kernel(
+    kernel: str,
+    *,
+    forced: str,
+    unsupported: str | None,
+    measured: str,
+    verified: Mapping[str, float],
+) -> Choice:
+    """Whether the kernel of another step than the grouped MLP runs. Pure.
+
+    Args:
+        kernel: the step, such as ``"decode"``; the path is that, or ``"stock decode"``.
+        forced: of :func:`forced_path`.
+        unsupported: why the kernel cannot compute this layer, None if it can.
+        measured: doctor's name of the kernel, the key of `verified`.
+        verified: measured speed of our kernels over stock, on this machine.
+    """
+    stock = f"stock {kernel}"
+    if unsupported is not None:
+        return Choice(stock, f"no kernel for this layer: {unsupported}")
+    if forced != "auto":
+        return Choice(kernel if forced == "fused" else stock, f"{ENVIRONMENT}={forced}")
+    gain = verified.get(measured)
+    if gain is None:
+        return Choice(stock, f"{measured} not verified on this machine: run mlx_stream doctor")
+    return Choice(
+        kernel if gain > 1.0 else stock, f"doctor measured our kernel at {gain:.2f}x of stock here"
+    )
+
+
 def machine_name() -> str:
     """The GPU and the MLX version: what a measurement holds for."""
     return f"{mx.device_info().get('device_name', 'unknown')}, mlx {mx.__version__}"

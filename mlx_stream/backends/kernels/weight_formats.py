@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,15 +78,21 @@ def quantization(linear: Any) -> tuple[str, int, int]:
 
 def matrix_of(linear: Any, planes: Planes, name: str) -> Matrix | None:
     """What the planes of projection `name` hold; None if the kernels have no such format."""
+    parts = {part for part in ("bias", "global_scale") if planes.get((name, part)) is not None}
+    return matrix_from(linear, planes[name, "weight"].shape[1:], parts)
+
+
+def matrix_from(linear: Any, shape: Sequence[int], parts: Collection[str]) -> Matrix | None:
+    """As `matrix_of`, from one expert's weight ``[outputs, columns]`` and the parts beside it."""
     mode, bits, group_size = quantization(linear)
     packing = weight_format(mode, bits, group_size)
     if packing is None:
         return None
-    _, outputs, columns = planes[name, "weight"].shape
+    outputs, columns = shape
     return Matrix(
         format=packing,
         outputs=outputs,
         inputs=columns if packing.plain else columns * 32 // bits,
-        biased=planes.get((name, "bias")) is not None,
-        tensor_scaled=planes.get((name, "global_scale")) is not None,
+        biased="bias" in parts,
+        tensor_scaled="global_scale" in parts,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,11 +24,12 @@ Edit = Callable[[KernelSource], KernelSource]
 
 @dataclass
 class ShimRunner:
-    """Stands in for ``run_metal``; keeps what the checker found."""
+    """Stands in for ``run_metal``; keeps what the checker found, and counts launches by name."""
 
     edit: Edit = lambda source: source
     seed: int = 0
     findings: list[Finding] = field(default_factory=list)
+    launches: Counter[str] = field(default_factory=Counter)
 
     def __call__(
         self, source: KernelSource, launch: Launch, inputs: Sequence[mx.array]
@@ -36,6 +38,7 @@ class ShimRunner:
             self.edit(source), launch, [storage(a) for a in inputs], seed=self.seed
         )
         self.findings += found
+        self.launches[source.name] += 1
         return [
             mx.array(value).astype(getattr(mx, dtype))
             for value, dtype in zip(outputs, launch.output_dtypes, strict=True)

@@ -7,26 +7,48 @@ from mlx_stream.backends.metal import MetalBackend
 from mlx_stream.hub import demo_path
 from tests.backends.kernels.running import ShimRunner
 from tests.kernel_shim import needs_clang
-from tests.prefill.running import generate, relative
+from tests.prefill.running import decode, generate, relative
 
 PROMPT = ([ord(c) % 60 + 20 for c in "In the beginning God created the heaven and the earth"])[:24]
+STEPS = 9
 
 
 @needs_clang
 @pytest.mark.slow
-def test_demo_prefill_through_the_metal_kernels_gives_the_cpu_backends_tokens(
+def test_demo_through_the_metal_kernels_gives_the_cpu_backends_tokens(
     open_engine, open_metal, monkeypatch
 ):
     cpu = open_engine(demo_path())
-    expected, tokens = cpu.prefill(PROMPT), generate(cpu, PROMPT, 4)
+    expected, tokens = cpu.prefill(PROMPT), generate(cpu, PROMPT, STEPS)
     monkeypatch.setenv("MLX_STREAM_KERNELS", "fused")
     runner = ShimRunner()
     engine = open_metal(demo_path(), backend=MetalBackend(require_device=False, run=runner))
     result = engine.prefill(PROMPT)
     assert relative(result.logits, expected.logits) < 1e-4
-    assert generate(engine, PROMPT, 4) == tokens
+    assert runner.launches["expert_combine"] == runner.launches["expert_down"] > 0
+    prefilled = runner.launches.copy()
+    assert decode(engine, result, PROMPT, STEPS) == tokens
     assert runner.findings == []
-    assert result.receipt.kernels == {"fused: MLX_STREAM_KERNELS=fused": 6}
+    layers = {f"{path}: MLX_STREAM_KERNELS=fused": 6 for path in ("fused", "combine")}
+    assert result.receipt.kernels == layers
+    # A step runs after each token but the last: the decode kernels, and nothing else of ours.
+    decoded = runner.launches - prefilled
+    assert set(decoded) == {"expert_decode_up", "expert_decode_down"}
+    assert min(decoded.values()) >= 6 * (STEPS - 1)
+    assert engine.prefill(PROMPT).receipt.kernels["decode: MLX_STREAM_KERNELS=fused"] == 6
+
+
+def test_a_format_without_kernels_decodes_by_stock_operations(checkpoint, open_metal, monkeypatch):
+    monkeypatch.setenv("MLX_STREAM_KERNELS", "fused")
+    runner = ShimRunner()
+    engine = open_metal(
+        checkpoint("qwen3_moe", bits=6), backend=MetalBackend(require_device=False, run=runner)
+    )
+    generate(engine, PROMPT, 2)
+    assert runner.launches == {}
+    kernels = engine.prefill(PROMPT).receipt.kernels
+    assert {name.partition(":")[0] for name in kernels} == {"stock", "stock decode"}
+    assert all("no kernel for affine weights of 6 bits" in name for name in kernels)
 
 
 CASE = {

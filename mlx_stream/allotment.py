@@ -1,0 +1,118 @@
+"""Who gets which part of the memory budget, in prefill and in decode.
+
+Prefill's plan is granted as a whole; what it leaves goes to the expert cache, and when prefill is
+over the cache may grow into its memory. During decode a governor watches what is free on the
+machine and what a bigger cache gains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import psutil
+
+from mlx_stream.budget import MemoryBudget
+from mlx_stream.config import format_bytes
+from mlx_stream.decode.decoder import Decoder
+from mlx_stream.decode.governor import Governor, default_reserve
+from mlx_stream.decode.metrics import StepMetrics
+from mlx_stream.errors import BudgetError
+from mlx_stream.planner.free_memory import available_bytes
+from mlx_stream.prefill.schedule import PrefillPlan
+
+START_SHARE = 4  # a cache of unasked size starts with a quarter of what it may get
+
+
+class Allotment:
+    """Keeps the budget and the expert cache's size in step. Compute thread only.
+
+    Args:
+        scratch_nbytes: working memory of a decode step.
+        asked: the budget is the user's, who gets it; otherwise the cache grows only while that
+            makes tokens faster.
+        free_bytes: what new allocations may take on this machine.
+    """
+
+    def __init__(
+        self,
+        budget: MemoryBudget,
+        decoder: Decoder,
+        scratch_nbytes: int,
+        *,
+        asked: bool,
+        free_bytes: Callable[[], int] = available_bytes,
+    ) -> None:
+        self._budget, self._decoder, self._scratch = budget, decoder, scratch_nbytes
+        self._asked, self._free_bytes = asked, free_bytes
+        self._reserve = default_reserve(psutil.virtual_memory().total)
+        self._governor: Governor | None = None
+        budget.reserve("expert cache", decoder.nbytes)
+
+    def grant(self, plan: PrefillPlan) -> None:
+        """Ask for everything that the plan will allocate; the cache gives way.
+
+        Raises:
+            BudgetError: it does not fit.
+        """
+        memory = plan.memory
+        self.resize_cache(memory.expert_cache)
+        self._budget.release("kv cache")
+        self._budget.reserve("kv cache", memory.kv)
+        self._budget.reserve(
+            "prefill", memory.staging + memory.held + memory.transient + memory.scratch
+        )
+
+    def settle(self) -> None:
+        """Prefill's memory is free again: the expert cache may grow into it during decode."""
+        self._budget.release("prefill")
+        decoder, most = self._decoder, self._most_cache_nbytes
+        # Stacked slots would have to be moved, and what prefill left in them is worth more.
+        most = decoder.nbytes if decoder.plan.stacked else most
+        start = most if self._asked else max(decoder.cache.nbytes, most // START_SHARE)
+        least = min(decoder.nbytes_least, most)
+        self._governor = Governor(least, most, start, reserve=self._reserve)
+        self.resize_cache(self._governor.target)
+
+    def after_step(self, step: StepMetrics) -> None:
+        """Let the cache follow what is free, and what a bigger one gains."""
+        governor = self._governor
+        if governor is None:
+            return
+        before = governor.target
+        target = governor.observe(
+            self._free_bytes(), step.wall_seconds, step.stall_seconds, step.cache_bytes
+        )
+        if target != before:
+            self.resize_cache(target)
+
+    def change_total(self, total: int) -> None:
+        """Another budget from now on; the cache gives way or may grow.
+
+        Raises:
+            BudgetError: what must stay does not fit; nothing changes.
+        """
+        least = self._budget.used - self._decoder.nbytes + self._decoder.nbytes_least
+        if total < least + self._scratch:
+            raise BudgetError(
+                "the new memory budget is smaller than what must stay in memory",
+                expected=f"at least {format_bytes(least + self._scratch)}",
+                actual=format_bytes(total),
+                remedy="keep the larger budget, or load the model again",
+            )
+        over = self._budget.used + self._scratch - total
+        if over > 0:
+            self.resize_cache(self._decoder.nbytes - over)
+        self._budget.total = total
+        if self._governor is not None:
+            self.settle()
+
+    @property
+    def _most_cache_nbytes(self) -> int:
+        """What the cache could hold now, bytes of others left alone."""
+        return self._decoder.nbytes + max(0, self._budget.available - self._scratch)
+
+    def resize_cache(self, nbytes: int) -> None:
+        """The cache holds at most `nbytes` (never less than one record) from now on."""
+        self._decoder.resize(nbytes)
+        self._budget.release("expert cache")
+        self._budget.reserve("expert cache", self._decoder.nbytes)

@@ -1,0 +1,76 @@
+"""What the user may ask of the KV cache, as mlx_lm.generate has it. Pure: no mlx here.
+
+The options belong to a call, not to a loaded model: the same runtime serves a long prompt with a
+quantized cache and a short one without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_stream.config import ConfigError
+
+KV_BITS = (2, 3, 4, 5, 6, 8)
+KV_GROUP_SIZES = (32, 64, 128)
+KEPT_TOKENS = 4  # a rotating cache never drops the first ones, as in mlx-lm
+
+
+@dataclass(frozen=True)
+class KvOptions:
+    """How the keys and values of a prompt are kept; the defaults are mlx-lm's.
+
+    Attributes:
+        max_kv_size: most tokens a layer keeps; older ones, but the first 4, are overwritten.
+        kv_bits: bits of a quantized value; None keeps keys and values as they are.
+        kv_group_size: values that share a scale.
+        quantized_kv_start: a layer's cache is quantized from this many tokens on.
+    """
+
+    max_kv_size: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+
+    def __post_init__(self) -> None:
+        size, bits = self.max_kv_size, self.kv_bits
+        if size is not None and not (_whole(size) and size > KEPT_TOKENS):
+            raise _bad("max_kv_size", f"more than {KEPT_TOKENS} tokens, or None", size)
+        if bits is not None and not (_whole(bits) and bits in KV_BITS):
+            raise _bad("kv_bits", f"one of {KV_BITS}, or None", bits)
+        if not (_whole(self.kv_group_size) and self.kv_group_size in KV_GROUP_SIZES):
+            raise _bad("kv_group_size", f"one of {KV_GROUP_SIZES}", self.kv_group_size)
+        if not (_whole(self.quantized_kv_start) and self.quantized_kv_start >= 0):
+            raise _bad("quantized_kv_start", "0 or more tokens", self.quantized_kv_start)
+        if size is not None and bits is not None:
+            raise ConfigError(
+                "a cache that drops old tokens cannot be quantized",
+                expected="max_kv_size or kv_bits, as mlx-lm can do one of them",
+                actual=f"max_kv_size {size} and kv_bits {bits}",
+                remedy="leave one of them out",
+            )
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is asked for."""
+        return self.max_kv_size is None and self.kv_bits is None
+
+    def quantized_nbytes(self, itemsize: int) -> float:
+        """Bytes of one quantized value with its share of scale and bias (`itemsize` each)."""
+        assert self.kv_bits is not None
+        return self.kv_bits / 8 + 2 * itemsize / self.kv_group_size
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _bad(option: str, expected: str, actual: object) -> ConfigError:
+    return ConfigError(
+        f"bad value for {option}",
+        expected=expected,
+        actual=repr(actual),
+        remedy=f"set {option} to a value in the expected range",
+    )
+
+
+PLAIN = KvOptions()

@@ -1,0 +1,78 @@
+"""Prompt cache files of an open engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_stream.engine import Engine
+from mlx_stream.errors import PromptFileError
+from mlx_stream.kv.prompt_files import (
+    ModelIdentity,
+    PromptFile,
+    load_prompt_file,
+    save_prompt_file,
+    weights_fingerprint,
+)
+from mlx_stream.planner.model_shape import model_shape
+from mlx_stream.prefill.cache_views import cache_offset
+
+
+def model_identity(engine: Engine) -> ModelIdentity:
+    """What a prompt cache of this engine's model is marked with."""
+    checkpoint = engine.index.checkpoint
+    return ModelIdentity(
+        model_type=str(checkpoint.config.get("model_type", "unknown")),
+        layers=len(make_prompt_cache(engine.model)),
+        vocab=model_shape(checkpoint.config, engine.index).vocab,
+        weights=weights_fingerprint(checkpoint),
+    )
+
+
+def save(
+    engine: Engine,
+    path: Path | str,
+    cache: list[Any],
+    tokens: Sequence[int],
+    messages: list[dict[str, str]] | None = None,
+) -> Path:
+    """Write a prompt cache with the tokens it holds; returns the file's path.
+
+    Raises:
+        PromptFileError: tokens and cache disagree, or it cannot be written.
+    """
+    held = cache_offset(cache)
+    if held and held != len(tokens):
+        raise PromptFileError(
+            "the prompt cache does not hold these tokens",
+            file=path,
+            expected=f"{held} tokens, as the cache says",
+            actual=f"{len(tokens)} tokens",
+            remedy="pass every token that was prefilled or generated, in order",
+        )
+    return save_prompt_file(
+        path,
+        cache,
+        model_identity(engine),
+        tokens=[int(t) for t in tokens],
+        messages=messages,
+        model=str(engine.path),
+    )
+
+
+def load(engine: Engine, path: Path | str) -> PromptFile:
+    """Read a prompt cache, checked against the engine's model.
+
+    Raises:
+        PromptFileError: damaged, larger than the memory budget, or of another model.
+    """
+    return load_prompt_file(
+        path,
+        model_identity(engine),
+        fresh=make_prompt_cache(engine.model),
+        probed=engine.kv.probed(),
+        max_nbytes=engine.budget.total,
+    )
