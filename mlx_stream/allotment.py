@@ -73,6 +73,10 @@ class Allotment:
         self._governor = Governor(least, most, start, reserve=self._reserve)
         self.resize_cache(self._governor.target)
 
+    def make_room_for_draft(self) -> None:
+        """The cache gives up what it does not need: a draft model is about to be loaded."""
+        self.resize_cache(0)
+
     def after_step(self, step: StepMetrics) -> None:
         """Let the cache follow what is free, and what a bigger one gains."""
         governor = self._governor

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from mlx_stream import __version__
+from mlx_stream.cache_prompt import cache_prompt
+from mlx_stream.chat import chat
 from mlx_stream.config import format_bytes
 from mlx_stream.doctor import doctor
 from mlx_stream.generate import generate
@@ -27,6 +29,8 @@ def cli() -> None:
 
 
 cli.add_command(generate)
+cli.add_command(chat)
+cli.add_command(cache_prompt)
 cli.add_command(doctor)
 cli.add_command(trace)
 

@@ -18,6 +18,7 @@ from mlx_stream import prompt_caches
 from mlx_stream.engine import Engine, PrefillResult
 from mlx_stream.errors import KvCacheError, PromptFileError
 from mlx_stream.kv.options import PLAIN, KvOptions
+from mlx_stream.kv.prompt_files import PromptFile
 from mlx_stream.kv.rewind import CachePoint, can_rewind, common_prefix, rewind
 from mlx_stream.prefill.cache_views import cache_offset
 from mlx_stream.prompts import empty_prompt
@@ -54,7 +55,7 @@ class Conversation:
         self,
         runtime: Streams,
         system: str | None = None,
-        prompt_cache_file: Path | str | None = None,
+        prompt_cache_file: Path | str | PromptFile | None = None,
         *,
         kv: KvOptions = PLAIN,
         template: dict[str, Any] | None = None,
@@ -69,12 +70,14 @@ class Conversation:
         if prompt_cache_file is not None:
             self._open(prompt_cache_file)
 
-    def _open(self, path: Path | str) -> None:
-        file = prompt_caches.load(self._runtime.engine, path)
+    def _open(self, path: Path | str | PromptFile) -> None:
+        file = path
+        if not isinstance(file, PromptFile):
+            file = prompt_caches.load(self._runtime.engine, file)
         if file.tokens is None:
             raise PromptFileError(
                 "this prompt cache file does not say which tokens it holds",
-                file=path,
+                file=None if file is path else path,
                 expected="a file that a conversation or mlx_stream cache-prompt has saved",
                 actual="one of mlx-lm",
                 remedy="continue it with mlx_stream generate --prompt-cache-file",

@@ -7,7 +7,6 @@ thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,21 +23,21 @@ from mlx_stream.backends.select import select_backend
 from mlx_stream.budget import MemoryBudget
 from mlx_stream.config import StreamConfig
 from mlx_stream.decode.decoder import Decoder, StreamedModel
-from mlx_stream.decode.loop import LogitsProcessor, Sampler
 from mlx_stream.decode.metrics import DecodeMetrics
 from mlx_stream.decode.options import DecodeOptions
+from mlx_stream.decode.speculative import Drafter, Drawn
 from mlx_stream.decoding import GuardedDecode
 from mlx_stream.errors import MlxStreamError
 from mlx_stream.experts.staging import StagingRing
 from mlx_stream.experts.streamed_experts import set_executor
 from mlx_stream.kv.caches import KvSupport, settle
 from mlx_stream.kv.options import PLAIN, KvOptions
-from mlx_stream.loader import load_streamed_model, load_tokenizer_if_any
+from mlx_stream.loader import load_draft_model, load_streamed_model, load_tokenizer_if_any
+from mlx_stream.plan_runner import PlanRunner
 from mlx_stream.planner.fit import Traits, plan_prefill
 from mlx_stream.planner.free_memory import default_budget
 from mlx_stream.prefill.cache_views import CacheSnapshot, cache_offset, check_prompt_cache
-from mlx_stream.prefill.layer_major import LayerMajorPrefill
-from mlx_stream.prefill.receipts import PrefillResult, make_receipt
+from mlx_stream.prefill.receipts import PrefillResult
 from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress
 from mlx_stream.prompts import check_token_ids, empty_prompt
 from mlx_stream.storage.checkpoint import open_checkpoint
@@ -60,6 +59,7 @@ class Engine:
         self.path = path
         self.config = config
         self.last_receipt: Receipt | None = None
+        self._drafter: Drafter | None = None
         self._closers: list[Callable[[], object]] = []
         try:
             self._open()
@@ -101,8 +101,14 @@ class Engine:
         asked = self.config.memory_budget is not None
         self._allotment = Allotment(self.budget, self.decoder, self._traits.scratch, asked=asked)
         self._guarded = GuardedDecode(
-            self.decoder.steps, self._allotment, self.reader, self.backend
+            self.decoder.steps,
+            self._allotment,
+            self.reader,
+            self.backend,
+            partial(setattr, self, "last_receipt"),
         )
+        parts = (self.backend, self.reader, self.budget, self.decoder)
+        self._runner = PlanRunner(self._loaded, *parts)
         set_executor(self._loaded.slot, self.decoder.exact)
         self.tokenizer = load_tokenizer_if_any(
             self.path, self._loaded.config, self.config.trust_remote_code
@@ -214,69 +220,46 @@ class Engine:
             ring: staging to use, and to close, instead of the plan's own (benchmarks).
         """
         cache = make_prompt_cache(self.model) if cache is None else cache
-        started, before = time.perf_counter(), self.reader.counters
-        mx.reset_peak_memory()
-        seeder = self.decoder.make_seeder()
-        ring = ring or StagingRing(self.backend, self.reader, plan.slot_nbytes, plan.slots)
-        try:
-            job = LayerMajorPrefill(
-                self.model,
-                self._loaded.streamed,
-                self.backend,
-                self.reader,
-                ring,
-                self._loaded.slot,
-                fallback=self.decoder.exact,
-                seeder=seeder,
-                progress=progress,
-            )
-            with self.backend.compute_scope():
-                logits = job.run(plan, ids, cache)
-            wall, after = time.perf_counter() - started, self.reader.counters
-            peak = self.backend.memory().peak
-        finally:
-            ring.close()
-        return logits, make_receipt(
-            plan,
-            job.counts,
-            self.backend,
-            (before, after),
-            wall_seconds=wall,
-            peak_bytes=peak,
-            budget_bytes=self.budget.total,
-            io_mode=self.reader.io_mode,
-            cached_experts=seeder.kept,
-            weighted_layers=self._loaded.combined_layers,
-        )
+        return self._runner.run(plan, ids, cache, ring=ring, progress=progress)
 
     def decode(
-        self,
-        result: PrefillResult,
-        prompt: Sequence[int],
-        *,
-        sampler: Sampler,
-        processors: Sequence[LogitsProcessor] = (),
+        self, result: PrefillResult, prompt: Sequence[int], **options: Any
     ) -> Generator[tuple[int, mx.array], None, None]:
-        """Yield ``(token, logprobs [V])`` without end from where a prefill stopped.
+        """Yield ``(token, logprobs [V])`` without end; see :meth:`GuardedDecode.tokens`.
 
         A step that fails leaves the cache as it was before that step. When the caller stops, the
         last receipt says what the tokens cost.
+        """
+        return self._guarded.tokens(result, prompt, **options)
+
+    def decode_speculative(
+        self, result: PrefillResult, prompt: Sequence[int], **options: Any
+    ) -> Generator[Drawn, None, None]:
+        """As :meth:`decode`, with the loaded draft model's proposals.
 
         Raises:
-            FileChangedError, ReadError: the checkpoint changed or cannot be read.
+            CapabilityError: the prompt cache cannot be trimmed; nothing was computed.
         """
+        assert self._drafter is not None, "no draft model was loaded"
+        return self._guarded.speculative_tokens(result, prompt, self._drafter, **options)
 
-        def finished(metrics: DecodeMetrics) -> None:
-            self.last_receipt = replace(result.receipt, decode=metrics.as_dict())
-
-        return self._guarded.tokens(
-            result.cache,
-            result.logits,
-            prompt,
-            sampler=sampler,
-            processors=processors,
-            finished=finished,
+    def load_draft(self, path: Path, tokens: int) -> None:
+        """Hold a draft model for :meth:`decode_speculative`; see :func:`load_draft_model`."""
+        self._allotment.make_room_for_draft()
+        draft = load_draft_model(
+            path,
+            self.backend,
+            self.budget,
+            vocab=self._shape.vocab,
+            trust_remote_code=self.config.trust_remote_code,
         )
+        self._closers.insert(1, self.backend.prepare_model(draft, self._shape.vocab))
+        self._drafter = Drafter(draft, tokens)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft model is loaded."""
+        return self._drafter is not None
 
     def change_budget(self, total: int) -> None:
         """Another memory budget from now on, in bytes.

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_stream.config import BACKENDS, IO_MODES
 from mlx_stream.errors import MlxStreamError
+from mlx_stream.kv_flags import kv_of, kv_options, load_options, prompt_cache_option
 from mlx_stream.sampling import make_sampler_of, sampling_options
 from mlx_stream.terminal import PrefillBar, run_command
 
@@ -66,10 +68,15 @@ class GenerateOptions:
     io: str
     throttle_reads: str | None
     receipt: Path | None
+    prompt_cache_file: Path | None
+    max_kv_size: int | None
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
 
 
 @click.command(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--model", help="Folder or Hugging Face repo id; omitted: the embedded demo model.")
+@load_options
 @click.option("--prompt", "-p", help="The user's message; '-' reads standard input.")
 @click.option(
     "--prompt-file",
@@ -98,24 +105,6 @@ class GenerateOptions:
     show_default=True,
     help="Progress and a receipt line on standard error.",
 )
-@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
-@click.option("--memory-budget", help="Bytes, '4GB' or '4GiB'; default: a share of free memory.")
-@click.option(
-    "--chunk-tokens",
-    "--prefill-step-size",
-    "chunk_tokens",
-    default=2048,
-    show_default=True,
-    help="Most tokens in one attention chunk.",
-)
-@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
-@click.option(
-    "--io",
-    type=click.Choice(IO_MODES),
-    default="direct",
-    show_default=True,
-    help="'direct' bypasses the page cache.",
-)
 @click.option(
     "--throttle-reads",
     help="(benchmarks) Read no faster than '2GB/s', or '0.5GB/s:100us' with a latency.",
@@ -125,6 +114,8 @@ class GenerateOptions:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the receipt of the prefill as JSON.",
 )
+@prompt_cache_option
+@kv_options
 def generate(**flags: Any) -> None:
     """Prefill a prompt by streaming the experts once, then generate text."""
     _generate(GenerateOptions(**flags))
@@ -134,6 +125,7 @@ def _generate(options: GenerateOptions) -> None:
     if options.max_tokens == 0:
         raise click.UsageError("--max-tokens must be at least 1, or -1 for no limit.")
     _check_receipt_folder(options)
+    kv_of(options)  # before anything is loaded
     text = _read_prompt(options)
     import mlx.core as mx
 
@@ -150,8 +142,7 @@ def _generate(options: GenerateOptions) -> None:
         throttle=options.throttle_reads,
         trust_remote_code=options.trust_remote_code,
     ) as runtime:
-        ids = _encode(runtime, options, text)
-        _stream(runtime, options, ids)
+        _stream(runtime, options, _prepare(runtime, options, text))
         _write_receipt(runtime, options)
 
 
@@ -235,18 +226,36 @@ def _template_arguments(text: str | None) -> dict[str, Any]:
     return arguments
 
 
-def _stream(runtime: Runtime, options: GenerateOptions, ids: list[int]) -> None:
+def _prepare(runtime: Runtime, options: GenerateOptions, text: str) -> Callable[..., Any]:
+    """A function that starts the answer, given sampler and progress."""
+    ids, kv = _encode(runtime, options, text), kv_of(options)
+    if options.prompt_cache_file is None:
+        return partial(runtime.stream_generate, ids, options.max_tokens, kv=kv)
+    from mlx_stream.continuation import continue_saved
+
+    raw = options.ignore_chat_template or not getattr(runtime.tokenizer, "has_chat_template", False)
+    template = None if raw else _template_arguments(options.chat_template_config)
+    said = ids if runtime.tokenizer is None else text
+    return partial(
+        continue_saved,
+        runtime,
+        options.prompt_cache_file,
+        said,
+        options.max_tokens,
+        system=options.system_prompt,
+        template=template,
+        kv=kv,
+    )
+
+
+def _stream(runtime: Runtime, options: GenerateOptions, start: Callable[..., Any]) -> None:
     """Print tokens as they come; the bar goes when the first one is there."""
     response = None
     if options.verbose:
         click.echo(repr(runtime), err=True)
     with PrefillBar(enabled=options.verbose) as bar:
-        for response in runtime.stream_generate(
-            ids,
-            options.max_tokens,
-            sampler=make_sampler_of(runtime.tokenizer, options),
-            progress=bar.update,
-        ):
+        sampler = make_sampler_of(runtime.tokenizer, options)
+        for response in start(sampler=sampler, progress=bar.update):
             text = response.text if runtime.tokenizer is not None else f"{response.token} "
             click.echo(text, nl=False)
             sys.stdout.flush()

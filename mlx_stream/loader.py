@@ -85,6 +85,42 @@ def load_streamed_model(
     return LoadedModel(model, config, used, streamed, slot, combined, nbytes, dtype, shape)
 
 
+def load_draft_model(
+    path: Path,
+    backend: Backend,
+    budget: MemoryBudget,
+    *,
+    vocab: int,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """A small model that is held in memory whole, under the budget.
+
+    Raises:
+        BudgetError: its weights do not fit; nothing was evaluated.
+        UnsupportedModelError: mlx-lm cannot build it, or its vocabulary is another one.
+        ReadError: a weight cannot be read.
+    """
+    model, config = _load_lazy(path, trust_remote_code)
+    own = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    if own != vocab:
+        raise UnsupportedModelError(
+            "the draft model has another vocabulary",
+            file=path / "config.json",
+            expected=f"vocab_size {vocab}",
+            actual=own,
+            remedy="choose a smaller model of the same family",
+        )
+    _cast(model, backend.compute_dtype)
+    budget.reserve("draft model", sum(p.nbytes for _, p in tree_flatten(model.parameters())))
+    try:
+        _read_resident(model, path)
+    except BaseException:
+        budget.release("draft model")
+        raise
+    model.eval()
+    return model
+
+
 def _load_lazy(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
     try:
         model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)

@@ -120,32 +120,33 @@ class Runtime:
         if on_prefill is not None:
             on_prefill(result)
         prompt_tps = len(ids) / (time.perf_counter() - started)
-        tokens = self.engine.decode(
+        decode = self.engine.decode_speculative if self.engine.drafts else self.engine.decode
+        tokens = decode(
             result, ids, sampler=sampler or greedy_sampler, processors=logits_processors
         )
         yield from self._respond(tokens, len(ids), prompt_tps, max_tokens, frozenset(stop_tokens))
 
     def _respond(
         self,
-        tokens: Generator[tuple[int, mx.array], None, None],
+        tokens: Generator[Any, None, None],
         prompt_tokens: int,
         prompt_tps: float,
         max_tokens: int,
         stop: frozenset[int],
     ) -> Generator[GenerationResponse, None, None]:
-        """Turn tokens into responses; the last one carries the finish reason."""
+        """Turn ``(token, logprobs[, from draft])`` into responses; the last has the reason."""
         detokenizer = self.tokenizer.detokenizer if self.tokenizer is not None else None
         ends = stop | frozenset(self.tokenizer.eos_token_ids if self.tokenizer is not None else ())
         started = time.perf_counter()
         try:
-            for n, (token, logprobs) in enumerate(tokens, start=1):
+            for n, (token, logprobs, *draft) in enumerate(tokens, start=1):
                 reason = "stop" if token in ends else "length" if n == max_tokens else None
                 text = _next_text(detokenizer, token, reason)
                 yield GenerationResponse(
                     text=text,
                     token=token,
                     logprobs=logprobs,
-                    from_draft=False,
+                    from_draft=bool(draft and draft[0]),
                     prompt_tokens=prompt_tokens,
                     prompt_tps=prompt_tps,
                     generation_tokens=n,
@@ -165,7 +166,7 @@ class Runtime:
     def chat(
         self,
         system: str | None = None,
-        prompt_cache_file: Path | str | None = None,
+        prompt_cache_file: Path | str | PromptFile | None = None,
         *,
         kv: KvOptions = PLAIN,
         template: dict[str, Any] | None = None,
@@ -174,7 +175,7 @@ class Runtime:
 
         Args:
             system: the system message, or what comes first where there is no chat template.
-            prompt_cache_file: a file of :meth:`Conversation.save` to go on from.
+            prompt_cache_file: a file of :meth:`Conversation.save` to go on from, or one loaded.
             template: arguments of the chat template.
 
         Raises:
@@ -237,6 +238,13 @@ def load(
     io: str = "direct",
     throttle: str | None = None,
     trust_remote_code: bool = False,
+    decode_path: str = "auto",
+    cache_policy: str = "auto",
+    seed_policy: str = "auto",
+    predict: str = "auto",
+    hot_list: str | Path | None = None,
+    draft_model: str | Path | None = None,
+    num_draft_tokens: int = 3,
 ) -> Runtime:
     """Open a checkpoint for streaming.
 
@@ -248,6 +256,10 @@ def load(
         backend: ``"auto"``, ``"metal"``, ``"cuda"`` or ``"cpu"``.
         io: ``"direct"`` bypasses the page cache; ``"buffered"`` goes through it.
         throttle: makes the reads slower, for benchmarks: ``"2GB/s"`` or ``"0.5GB/s:100us"``.
+        decode_path, cache_policy, seed_policy, predict, hot_list: how tokens are decoded; see
+            :class:`mlx_stream.decode.options.DecodeOptions`.
+        draft_model: a small model of the same vocabulary for speculative decoding, held in memory.
+        num_draft_tokens: tokens that it proposes a step.
 
     Raises:
         CheckpointError: the checkpoint is damaged, dense, or of an unknown layout.
@@ -260,5 +272,18 @@ def load(
         io=io,
         throttle=throttle,
         trust_remote_code=trust_remote_code,
+        decode_path=decode_path,
+        cache_policy=cache_policy,
+        seed_policy=seed_policy,
+        predict=predict,
+        hot_list=None if hot_list is None else str(hot_list),
     )
-    return Runtime(resolve_model(path_or_repo, trust_remote_code=trust_remote_code), config)
+    runtime = Runtime(resolve_model(path_or_repo, trust_remote_code=trust_remote_code), config)
+    if draft_model is not None:
+        try:
+            draft = resolve_model(draft_model, trust_remote_code=trust_remote_code)
+            runtime.engine.load_draft(draft, num_draft_tokens)
+        except BaseException:
+            runtime.close()
+            raise
+    return runtime

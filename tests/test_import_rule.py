@@ -27,7 +27,7 @@ PLANNER = {"errors", "config", "storage", "hub", "prefill.schedule", "kv.options
 KV = SIBLINGS | {"prefill.cache_views"}
 RUNTIME = EXPERTS | {"prefill", "decode", "kv", "planner", "loader", "hub", "prompts"}
 TOP = RUNTIME | {"engine", "runtime", "terminal", "sampling", "generate", "doctor", "cli"}
-TOP |= {"trace_command"}
+TOP |= {"trace_command", "kv_flags", "chat", "cache_prompt"}
 ALLOWED = {
     "errors": set(),
     "interrupts": set(),
@@ -46,13 +46,19 @@ ALLOWED = {
     "loader": EXPERTS | {"planner"},
     "allotment": RUNTIME,
     "decoding": RUNTIME | {"allotment"},
-    "engine": RUNTIME | {"allotment", "decoding"},
+    "plan_runner": RUNTIME,
+    "engine": RUNTIME | {"allotment", "decoding", "plan_runner"},
     "prompt_caches": RUNTIME | {"engine"},
     "conversation": RUNTIME | {"engine", "prompt_caches"},
     "runtime": RUNTIME | {"engine", "prompt_caches", "conversation"},
     "sampling": BASE,
+    "decode_flags": BASE | {"decode.options", "decode.policy", "decode.seed_policy"},
     "terminal": BASE | {"prefill.schedule"},
-    "generate": TOP,
+    "kv_flags": RUNTIME | {"engine", "runtime"},
+    "continuation": RUNTIME | {"engine", "runtime"},
+    "generate": TOP | {"continuation"},
+    "chat": TOP | {"conversation"},
+    "cache_prompt": TOP | {"continuation"},
     "doctor": TOP,
     "trace_command": TOP,
     "cli": TOP | {""},

@@ -19,6 +19,7 @@ _Entry = tuple[float, int, Key]  # count, sequence, whose
 HALF_LIFE = 64.0  # decoded tokens after which a use counts half
 SEED_TRUST = 0.25  # what a use in the prompt counts, next to one in the answer
 LAYER_TURN = 0.05
+INFINITE = float("inf")
 LARGEST_UNIT = 1e100
 HEAP_SLACK = 64  # stale entries that are not worth a clean-up
 
@@ -128,7 +129,10 @@ class LfuPolicy:
         self._counts: dict[Key, float] = {}
         self._entries: dict[Key, _Entry] = {}
         self._heaps: dict[int, list[_Entry]] = {}  # layers in the order they run
+        self._lows: list[float] = []  # lowest count of each heap
+        self._changed: set[int] = set()  # layers whose lowest count must be looked up again
         self._now = -1  # the layer that runs
+        self._bonuses: dict[int, list[float]] = {}  # see _wait_bonus
 
     def admit(self, key: Key, weight: float = 0.0) -> None:
         """One more use; a seed counts as a share of the uses in the prompt that `weight` says."""
@@ -146,33 +150,52 @@ class LfuPolicy:
 
     def forget(self, key: Key) -> None:
         """No candidate any more; the count stays."""
-        self._entries.pop(key, None)
+        if self._entries.pop(key, None) is not None:
+            self._changed.add(key[0])
 
     def victim(self, pinned: Collection[Key]) -> Key | None:
         """The least likely to be used soon that is not pinned."""
-        layers = len(self._heaps)
-        passed = sum(layer <= self._now for layer in self._heaps)
-        best: tuple[float, int] | None = None
-        found = None
-        for place, heap in enumerate(self._heaps.values()):
-            entry = self._lowest(heap, pinned)
-            if entry is None:
-                continue
-            ahead = (place - passed) % layers / layers  # of a turn, until the layer runs again
-            value = entry[0] * self._chance / self._unit - self._turn * ahead
-            if best is None or (value, entry[1]) < best:
-                best, found = (value, entry[1]), entry[2]
-        return found
+        heaps = list(self._heaps.values())
+        if self._changed:
+            for place, layer in enumerate(self._heaps):
+                if layer in self._changed:
+                    entry = self._lowest(heaps[place], ())
+                    self._lows[place] = INFINITE if entry is None else entry[0]
+            self._changed.clear()
+        scale, bonuses = self._chance / self._unit, self._wait_bonus()
+        values = [low * scale - bonus for low, bonus in zip(self._lows, bonuses, strict=True)]
+        while values and (least := min(values)) < INFINITE:
+            place = values.index(least)
+            entry = self._lowest(heaps[place], pinned)
+            value = INFINITE if entry is None else entry[0] * scale - bonuses[place]
+            if entry is not None and value <= least:
+                return entry[2]
+            values[place] = value  # its lowest was pinned
+        return None
+
+    def _wait_bonus(self) -> list[float]:
+        """For each layer, how much less it is worth to keep a record that must wait for its turn.
+
+        Depends on the layer that runs only, so it is kept.
+        """
+        bonus = self._bonuses.get(self._now)
+        if bonus is None:
+            layers = len(self._heaps)
+            passed = sum(layer <= self._now for layer in self._heaps)
+            bonus = [self._turn * ((i - passed) % layers) / layers for i in range(layers)]
+            self._bonuses[self._now] = bonus
+        return bonus
 
     def tick(self) -> None:
         """Uses from now on weigh more; counts are rescaled long before they overflow."""
         self._unit *= self._growth
         if self._unit > LARGEST_UNIT:
             self._counts = {key: count / self._unit for key, count in self._counts.items()}
-            self._entries = {k: (self._counts[k], n, k) for k, (_, n, _) in self._entries.items()}
             self._unit = 1.0
-            for layer in self._heaps:
-                self._rebuild(layer)
+            resident, self._entries = sorted(self._entries.values(), key=lambda e: e[1]), {}
+            self._heaps = {layer: [] for layer in self._heaps}
+            for _, _, key in resident:
+                self._set(key, self._counts[key])
 
     def resize(self, capacity: int) -> None:
         """Nothing to do."""
@@ -200,6 +223,10 @@ class LfuPolicy:
         layer = key[0]
         if layer not in self._heaps:
             self._heaps = dict(sorted((self._heaps | {layer: []}).items()))
+            self._lows = [INFINITE] * len(self._heaps)
+            self._changed.update(self._heaps)
+            self._bonuses.clear()
+        self._changed.add(layer)
         heappush(self._heaps[layer], entry)
         if len(self._heaps[layer]) > HEAP_SLACK + 4 * len(self._entries) // len(self._heaps):
             self._rebuild(layer)
@@ -271,20 +298,34 @@ class S3FifoPolicy:
         """Nothing to do."""
 
     def _from_small(self, pinned: Collection[Key]) -> Key | None:
-        for key in [k for k in self._small if k not in pinned]:
-            if self._small[key] <= 1:
-                return key
+        found, used = None, []
+        for key, count in self._small.items():
+            if key in pinned:
+                continue
+            if count <= 1:
+                found = key
+                break
+            used.append(key)
+        for key in used:
             del self._small[key]
             self._main[key] = 0
-        return None
+        return found
 
     def _from_main(self, pinned: Collection[Key]) -> Key | None:
         for _ in range(self.MAX_COUNT + 1):
-            for key in [k for k in self._main if k not in pinned]:
-                if self._main[key] == 0:
-                    return key
+            found, used = None, []
+            for key, count in self._main.items():
+                if key in pinned:
+                    continue
+                if count == 0:
+                    found = key
+                    break
+                used.append(key)
+            for key in used:
                 self._main[key] -= 1
                 self._main.move_to_end(key)
+            if found is not None:
+                return found
         return None
 
 

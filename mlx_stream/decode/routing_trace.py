@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,21 @@ MAX_ARRAY_NBYTES = 1 << 30
 MAX_HEADER_NBYTES = 1 << 20
 MAX_LAYERS = 1024
 MAX_EXPERTS = 32767  # ids are stored as int16
+# What zipfile, zlib and numpy raise for damaged archives, members and array headers.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    MemoryError,
+    OverflowError,
+    RuntimeError,
+    SyntaxError,
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+)
 HEADER_KEYS = {"version", "model", "layers", "num_experts", "expert_nbytes"}
 
 
@@ -113,7 +130,7 @@ class RoutingTrace:
                 return _from_archive(archive, source)
         except TraceError:
             raise
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except UNREADABLE as error:
             raise _not_a_trace(source, str(error)) from error
 
 

@@ -41,7 +41,7 @@ def _can_rewind(leaf: Any, tokens: int) -> bool:
 def rewind(cache: Any, tokens: int) -> None:
     """Take the last `tokens` tokens back, in place; only after :func:`can_rewind`."""
     assert can_rewind(cache, tokens)
-    for leaf in cache_leaves(cache):
+    for leaf in cache_leaves(cache) if tokens else ():
         leaf.trim(tokens)
 
 

@@ -63,5 +63,10 @@ def make_receipt(
         backend=backend.name,
         cached_experts=cached_experts,
         weighted_layers=weighted_layers,
-        kernels=dict(Counter(f"{c.path}: {c.reason}" for c in backend.choices.values())),
+        kernels=kernel_counts(backend),
     )
+
+
+def kernel_counts(backend: Backend) -> dict[str, int]:
+    """``"path: reason"`` -> expert layers computed that way."""
+    return dict(Counter(f"{c.path}: {c.reason}" for c in backend.choices.values()))

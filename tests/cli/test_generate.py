@@ -186,7 +186,22 @@ def test_receipt(invoke, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["receipt.json"]
 
 
+def test_throttled_reads_show_in_the_receipt(invoke, bare, tmp_path):
+    path = tmp_path / "receipt.json"
+    args = ("--model", bare, "--prompt", "1 2 3", "--max-tokens", "2", "--receipt", path)
+    result = invoke(*args, "--throttle-reads", "0.5GB/s:100us")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(path.read_text())["io_mode"].endswith(", throttled to 500.00 MB/s + 100 us")
+
+
 # --- what goes wrong
+
+
+def test_a_rate_that_is_none(invoke, bare):
+    result = invoke("--model", bare, "--prompt", "1 2 3", "--throttle-reads", "fast")
+    assert result.returncode == 2
+    assert "not a read rate" in result.stderr
+    assert "2GB/s" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,10 @@ ExpertWeights = Mapping[tuple[str, str], np.ndarray]
 Names = Mapping[str, Mapping[str, str]]  # dtype names by projection and part
 Allocate = Callable[[tuple[int, ...]], np.ndarray]
 
+# Below this much work, handing it to another thread takes longer than doing it.
+INLINE_WORK = 20_000_000
+DECODE_COST = 12  # decoding a weight takes as long as multiplying it with so many rows
+
 
 @dataclass(frozen=True)
 class MlpSpec:
@@ -89,6 +93,10 @@ def grouped_mlp(
     """
     jobs = [job for job in jobs if job.rows]
     names = by_projection(dtypes)
+    if spec.activation is not None and _work(jobs, spec) < INLINE_WORK:
+        for job in jobs:
+            job.store(_run_job(job, spec, names, pool))
+        return
     if spec.activation is None or len(jobs) < 2 * pool.threads:
         for start in range(0, len(jobs), pool.threads):
             _run_split(jobs[start : start + pool.threads], spec, names, pool)
@@ -98,6 +106,12 @@ def grouped_mlp(
         return _run_job(job, spec, names, pool)
 
     pool.map_ordered(run, jobs, lambda job, y: job.store(y))
+
+
+def _work(jobs: Sequence[ExpertJob], spec: MlpSpec) -> int:
+    """Weights decoded plus multiplications: what the call will take, in the same unit."""
+    weights = (len(spec.inner) + 1) * spec.input_dims * spec.hidden_dims
+    return sum(weights * (job.rows + DECODE_COST) for job in jobs)
 
 
 def scratch_nbytes(spec: MlpSpec, threads: int, max_rows: int = ROW_BLOCK) -> int:

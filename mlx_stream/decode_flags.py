@@ -1,0 +1,90 @@
+"""The flags of decoding, shared by the commands that answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+
+from mlx_stream.decode.options import PATHS, PREDICTORS
+from mlx_stream.decode.policy import POLICIES
+from mlx_stream.decode.seed_policy import SEED_POLICIES
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+_OPTIONS = (
+    click.option(
+        "--decode-path",
+        type=click.Choice(PATHS),
+        default="auto",
+        show_default=True,
+        help="How tokens are computed: read what is missing (exact), gather from the cache "
+        "(hot, staged), or stream every layer (whole-layer).",
+    ),
+    click.option(
+        "--cache-policy",
+        type=click.Choice(("auto", *POLICIES)),
+        default="auto",
+        show_default=True,
+        help="Which expert leaves a full cache.",
+    ),
+    click.option(
+        "--seed-policy",
+        type=click.Choice(("auto", *SEED_POLICIES)),
+        default="auto",
+        show_default=True,
+        help="Which experts the prompt leaves in the cache.",
+    ),
+    click.option(
+        "--predict",
+        type=click.Choice(PREDICTORS),
+        default="auto",
+        show_default=True,
+        help="Read the next layer's likely experts ahead; auto stops when it does not pay.",
+    ),
+    click.option("--hot-list", type=_FILE, help="Experts to keep besides the prompt's, a file."),
+    click.option("--draft-model", help="Small model for speculative decoding, folder or repo id."),
+    click.option(
+        "--num-draft-tokens",
+        type=click.IntRange(1, 64),
+        default=3,
+        show_default=True,
+        help="Tokens that the draft model proposes a step.",
+    ),
+    click.option("--stats", is_flag=True, help="A table of what decoding cost, at the end."),
+)
+
+
+class DecodeFlags(Protocol):
+    """The values of the flags."""
+
+    decode_path: str
+    cache_policy: str
+    seed_policy: str
+    predict: str
+    hot_list: Path | None
+    draft_model: str | None
+    num_draft_tokens: int
+    stats: bool
+
+
+def decode_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags to a click command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def decode_arguments(flags: DecodeFlags) -> dict[str, Any]:
+    """What ``load`` takes of them."""
+    return {
+        "decode_path": flags.decode_path,
+        "cache_policy": flags.cache_policy,
+        "seed_policy": flags.seed_policy,
+        "predict": flags.predict,
+        "hot_list": flags.hot_list,
+        "draft_model": flags.draft_model,
+        "num_draft_tokens": flags.num_draft_tokens,
+    }

@@ -1,0 +1,132 @@
+"""The flags of the KV cache and of loading, for the commands that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import click
+
+from mlx_stream.config import BACKENDS, IO_MODES
+from mlx_stream.kv.options import PLAIN, KvOptions
+
+if TYPE_CHECKING:
+    from mlx_stream.runtime import Runtime
+
+_KV = (
+    click.option(
+        "--max-kv-size",
+        type=int,
+        help="Most tokens a layer's KV cache keeps; older ones are dropped.",
+    ),
+    click.option(
+        "--kv-bits", type=int, help="Bits of a quantized KV cache; default: not quantized."
+    ),
+    click.option(
+        "--kv-group-size",
+        type=int,
+        default=PLAIN.kv_group_size,
+        show_default=True,
+        help="Group size of a quantized KV cache.",
+    ),
+    click.option(
+        "--quantized-kv-start",
+        type=int,
+        default=PLAIN.quantized_kv_start,
+        show_default=True,
+        help="With --kv-bits: quantize from this many tokens on.",
+    ),
+)
+_LOAD = (
+    click.option(
+        "--model", help="Folder or Hugging Face repo id; omitted: the embedded demo model."
+    ),
+    click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model."),
+    click.option(
+        "--memory-budget", help="Bytes, '4GB' or '4GiB'; default: a share of free memory."
+    ),
+    click.option(
+        "--chunk-tokens",
+        "--prefill-step-size",
+        "chunk_tokens",
+        default=2048,
+        show_default=True,
+        help="Most tokens in one attention chunk.",
+    ),
+    click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True),
+    click.option(
+        "--io",
+        type=click.Choice(IO_MODES),
+        default="direct",
+        show_default=True,
+        help="'direct' bypasses the page cache.",
+    ),
+)
+
+
+class KvFlags(Protocol):
+    """The values of the KV flags."""
+
+    max_kv_size: int | None
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
+
+
+class LoadFlags(Protocol):
+    """The values of the loading flags."""
+
+    model: str | None
+    trust_remote_code: bool
+    memory_budget: str | None
+    chunk_tokens: int
+    backend: str
+    io: str
+
+
+def kv_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the KV flags of mlx_lm.generate to a click command."""
+    for option in reversed(_KV):
+        command = option(command)
+    return command
+
+
+def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags that say what is loaded, and how."""
+    for option in reversed(_LOAD):
+        command = option(command)
+    return command
+
+
+def prompt_cache_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--prompt-cache-file``, a file to go on from."""
+    return click.option(
+        "--prompt-cache-file",
+        type=click.Path(path_type=Path, exists=True, dir_okay=False),
+        help="Go on from a saved prompt cache.",
+    )(command)
+
+
+def kv_of(flags: KvFlags) -> KvOptions:
+    """Checked KV options. Raises ConfigError."""
+    return KvOptions(
+        max_kv_size=flags.max_kv_size,
+        kv_bits=flags.kv_bits,
+        kv_group_size=flags.kv_group_size,
+        quantized_kv_start=flags.quantized_kv_start,
+    )
+
+
+def load_of(flags: LoadFlags) -> Runtime:
+    """The runtime that the flags ask for; errors as :func:`mlx_stream.load`."""
+    from mlx_stream.runtime import load
+
+    return load(
+        flags.model,
+        memory_budget=flags.memory_budget,
+        chunk_tokens=flags.chunk_tokens,
+        backend=flags.backend,
+        io=flags.io,
+        trust_remote_code=flags.trust_remote_code,
+    )

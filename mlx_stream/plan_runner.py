@@ -1,0 +1,85 @@
+"""Executes a prefill plan on a loaded model, and accounts for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_stream.backends.base import Backend
+from mlx_stream.budget import MemoryBudget
+from mlx_stream.decode.decoder import Decoder
+from mlx_stream.experts.staging import StagingRing
+from mlx_stream.loader import LoadedModel
+from mlx_stream.prefill.layer_major import LayerMajorPrefill
+from mlx_stream.prefill.receipts import make_receipt
+from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress
+from mlx_stream.storage.reader import Reader
+from mlx_stream.telemetry import Receipt
+
+
+class PlanRunner:
+    """Owns nothing but the staging of a running plan. Compute thread only."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        backend: Backend,
+        reader: Reader,
+        budget: MemoryBudget,
+        decoder: Decoder,
+    ) -> None:
+        self._loaded, self._backend, self._reader = loaded, backend, reader
+        self._budget, self._decoder = budget, decoder
+
+    def run(
+        self,
+        plan: PrefillPlan,
+        ids: np.ndarray,
+        cache: list[Any],
+        *,
+        ring: StagingRing | None = None,
+        progress: Callable[[PrefillProgress], None] | None = None,
+    ) -> tuple[mx.array, Receipt]:
+        """The last position's logits ``[V]`` and the receipt; the prompt cache moves on.
+
+        Args:
+            ring: staging to use, and to close, instead of the plan's own.
+        """
+        started, before = time.perf_counter(), self._reader.counters
+        mx.reset_peak_memory()
+        seeder = self._decoder.make_seeder()
+        ring = ring or StagingRing(self._backend, self._reader, plan.slot_nbytes, plan.slots)
+        try:
+            job = LayerMajorPrefill(
+                self._loaded.model,
+                self._loaded.streamed,
+                self._backend,
+                self._reader,
+                ring,
+                self._loaded.slot,
+                fallback=self._decoder.exact,
+                seeder=seeder,
+                progress=progress,
+            )
+            with self._backend.compute_scope():
+                logits = job.run(plan, ids, cache)
+            wall, after = time.perf_counter() - started, self._reader.counters
+            peak = self._backend.memory().peak
+        finally:
+            ring.close()
+        return logits, make_receipt(
+            plan,
+            job.counts,
+            self._backend,
+            (before, after),
+            wall_seconds=wall,
+            peak_bytes=peak,
+            budget_bytes=self._budget.total,
+            io_mode=self._reader.io_mode,
+            cached_experts=seeder.kept,
+            weighted_layers=self._loaded.combined_layers,
+        )
