@@ -15,6 +15,8 @@ _EXPORTS = {
     "PrefillPlan": "mlx_stream.prefill.schedule",
     "StreamConfig": "mlx_stream.config",
     "Receipt": "mlx_stream.telemetry",
+    "KvOptions": "mlx_stream.kv.options",
+    "Conversation": "mlx_stream.conversation",
     "errors": "mlx_stream.errors",
 }
 

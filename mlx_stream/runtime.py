@@ -94,6 +94,7 @@ class Runtime:
         kv: KvOptions = PLAIN,
         progress: Progress | None = None,
         on_prefill: Callable[[PrefillResult], object] | None = None,
+        **kv_options: Any,
     ) -> Generator[GenerationResponse, None, None]:
         """Prefill the prompt, then yield mlx-lm's GenerationResponse for every token.
 
@@ -103,8 +104,9 @@ class Runtime:
                 greedy.
             prompt_cache: an mlx-lm prompt cache that already holds what came before the prompt.
             stop_tokens: end-of-sequence ids besides the tokenizer's.
-            kv: how keys and values are kept; ``KvOptions(kv_bits=8)`` and the like, with the
-                names that mlx-lm gives them.
+            kv: how keys and values are kept.
+            kv_options: the same by mlx-lm's names: max_kv_size, kv_bits, kv_group_size,
+                quantized_kv_start.
             on_prefill: called once the prompt is in the cache, before the first token.
 
         Raises:
@@ -114,6 +116,7 @@ class Runtime:
             raise MlxStreamError(
                 "bad max_tokens", expected="at least 1, or -1 for no limit", actual=max_tokens
             )
+        kv = KvOptions.of(kv, kv_options)
         ids = self.encode(prompt)
         started = time.perf_counter()
         result = self.prefill(ids, prompt_cache, kv=kv, progress=progress)
@@ -170,18 +173,21 @@ class Runtime:
         *,
         kv: KvOptions = PLAIN,
         template: dict[str, Any] | None = None,
+        **kv_options: Any,
     ) -> Conversation:
         """A conversation that keeps its prompt cache between turns.
 
         Args:
             system: the system message, or what comes first where there is no chat template.
             prompt_cache_file: a file of :meth:`Conversation.save` to go on from, or one loaded.
+            kv, kv_options: as for :meth:`stream_generate`.
             template: arguments of the chat template.
 
         Raises:
             PromptFileError: the file is damaged, of another model, or without its tokens.
             KvCacheError: the model cannot follow `kv`.
         """
+        kv = KvOptions.of(kv, kv_options)
         return Conversation(self, system, prompt_cache_file, kv=kv, template=template)
 
     def save_prompt_cache(self, path: Path | str, cache: list[Any], tokens: Sequence[int]) -> Path:

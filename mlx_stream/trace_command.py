@@ -36,9 +36,7 @@ Examples:
     type=click.Path(path_type=Path, dir_okay=False),
     help="The trace, an npz file.",
 )
-@click.option(
-    "--prompt", "-p", help="Text, used as it is, or token ids."
-)
+@click.option("--prompt", "-p", help="Text, used as it is, or token ids.")
 @click.option(
     "--prompt-file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),

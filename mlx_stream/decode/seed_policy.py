@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlx_stream.decode.policy import HALF_LIFE
+from mlx_stream.decode.lfu_policy import HALF_LIFE
 
 SEED_POLICIES = ("none", "last-token", "weighted", "frequency")
 DEFAULT_SEED_POLICY = "weighted"

@@ -6,7 +6,8 @@ quantized cache and a short one without.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from mlx_stream.config import ConfigError
 
@@ -48,6 +49,25 @@ class KvOptions:
                 actual=f"max_kv_size {size} and kv_bits {bits}",
                 remedy="leave one of them out",
             )
+
+    @classmethod
+    def of(cls, kv: KvOptions, named: dict[str, Any]) -> KvOptions:
+        """The options given as one object, or by mlx-lm's names.
+
+        Raises:
+            ConfigError: both ways at once, an unknown name, or a bad value.
+        """
+        if not named:
+            return kv
+        known = [field.name for field in fields(cls)]
+        if not kv.plain or not named.keys() <= set(known):
+            raise ConfigError(
+                "these options are not known",
+                expected=f"kv=KvOptions(...), or some of {', '.join(known)}",
+                actual=", ".join(sorted(named)) + ("" if kv.plain else " besides kv"),
+                remedy="check the names",
+            )
+        return cls(**named)
 
     @property
     def plain(self) -> bool:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_stream.decode.lfu_policy import LfuPolicy
 from mlx_stream.decode.policy import (
     DEFAULT_POLICY,
     POLICIES,
-    LfuPolicy,
     S3FifoPolicy,
     make_policy,
 )

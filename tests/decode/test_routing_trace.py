@@ -21,7 +21,9 @@ from tests.support.traces import random_trace
 def assert_same(a, b):
     for name in ("model", "layers", "num_experts", "expert_nbytes"):
         assert getattr(a, name) == getattr(b, name)
-    for x, y in zip((*a.prompt, *a.decode, a.tokens), (*b.prompt, *b.decode, b.tokens), strict=True):
+    for x, y in zip(
+        (*a.prompt, *a.decode, a.tokens), (*b.prompt, *b.decode, b.tokens), strict=True
+    ):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x, y)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_stream.decode.policy import HALF_LIFE
+from mlx_stream.decode.lfu_policy import HALF_LIFE
 from mlx_stream.decode.seed_policy import (
     DEFAULT_SEED_POLICY,
     HORIZON,

@@ -167,3 +167,33 @@ def test_other_options_than_the_cache_was_made_with(checkpoint, open_engine):
     with pytest.raises(KvCacheError, match="size limit"):
         engine.prefill([4], cache, kv=KvOptions(max_kv_size=64))
     engine.prefill([4], cache)
+
+
+# --- the plan
+
+
+@pytest.mark.parametrize("tokens", [50, 700])
+@pytest.mark.parametrize(
+    "kv",
+    [
+        PLAIN,
+        KvOptions(max_kv_size=100),
+        KvOptions(kv_bits=4, kv_group_size=32, quantized_kv_start=0),
+        KvOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=600),
+    ],
+)
+def test_the_plan_is_an_upper_bound_of_the_cache(checkpoint, open_engine, kv, tokens):
+    engine = open_engine(checkpoint("qwen3_moe"), chunk_tokens=256)
+    plan = engine.plan(tokens, kv=kv)
+    held = []
+    cache = engine.kv.prepare(None, kv)
+    engine.prefill(
+        random_tokens(160, tokens),
+        cache,
+        kv=kv,
+        progress=lambda at: held.append(sum(c.nbytes for c in cache if not c.empty())),
+    )
+    # The layer that is being filled counts as transient, before it is quantized.
+    layer = engine.plan(tokens).memory.kv // len(cache)
+    assert max(held) <= plan.memory.kv + layer
+    assert sum(c.nbytes for c in cache) <= plan.memory.kv

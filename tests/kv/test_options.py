@@ -34,6 +34,14 @@ def test_bad_values_are_refused(wrong):
     assert error.value.remedy
 
 
+def test_options_by_name_or_as_one():
+    assert KvOptions.of(PLAIN, {}) is PLAIN
+    assert KvOptions.of(PLAIN, {"kv_bits": 4}) == KvOptions(kv_bits=4)
+    for kv, named in ((PLAIN, {"kv_bit": 4}), (KvOptions(kv_bits=4), {"kv_bits": 4})):
+        with pytest.raises(ConfigError, match="not known"):
+            KvOptions.of(kv, named)
+
+
 def test_defaults_are_those_of_mlx_lm():
     import inspect
 
