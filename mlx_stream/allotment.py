@@ -88,6 +88,8 @@ class Allotment:
         )
         if target != before:
             self.resize_cache(target)
+            if target < before:
+                self._decoder.trim()
 
     def change_total(self, total: int) -> None:
         """Another budget from now on; the cache gives way or may grow.
@@ -106,6 +108,7 @@ class Allotment:
         over = self._budget.used + self._scratch - total
         if over > 0:
             self.resize_cache(self._decoder.nbytes - over)
+            self._decoder.trim()
         self._budget.total = total
         if self._governor is not None:
             self.settle()

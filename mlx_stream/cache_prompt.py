@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mlx_stream.generate import parse_token_ids
-from mlx_stream.kv_flags import kv_of, kv_options, load_of, load_options
+from mlx_stream.kv_flags import KvFlags, LoadFlags, kv_of, kv_options, load_of, load_options
 from mlx_stream.terminal import PrefillBar
 
 EXAMPLES = """
@@ -23,23 +23,13 @@ Examples:
 """
 
 
-@dataclass(frozen=True)
-class CachePromptOptions:
+@dataclass(frozen=True, kw_only=True)
+class CachePromptOptions(LoadFlags, KvFlags):
     """The flags of one run, as given."""
 
-    model: str | None
-    trust_remote_code: bool
-    memory_budget: str | None
-    chunk_tokens: int
-    backend: str
-    io: str
     prompt: str
     system_prompt: str | None
     prompt_cache_file: Path
-    max_kv_size: int | None
-    kv_bits: int | None
-    kv_group_size: int
-    quantized_kv_start: int
 
 
 @click.command("cache-prompt", epilog=EXAMPLES)

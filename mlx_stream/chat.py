@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlx_stream.decode_flags import DecodeFlags, decode_options
 from mlx_stream.errors import MlxStreamError
 from mlx_stream.generate import parse_token_ids
-from mlx_stream.kv_flags import kv_of, kv_options, load_of, load_options, prompt_cache_option
-from mlx_stream.sampling import make_sampler_of, sampling_options
+from mlx_stream.kv_flags import (
+    KvFlags,
+    LoadFlags,
+    kv_of,
+    kv_options,
+    load_of,
+    load_options,
+    prompt_cache_option,
+)
+from mlx_stream.sampling import SamplingFlags, make_sampler_of, sampling_options
 from mlx_stream.terminal import PrefillBar, run_command
 
 if TYPE_CHECKING:
@@ -34,31 +43,14 @@ Examples:
 """
 
 
-@dataclass(frozen=True)
-class ChatOptions:
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(LoadFlags, KvFlags, DecodeFlags, SamplingFlags):
     """The flags of one run, as given."""
 
-    model: str | None
-    trust_remote_code: bool
-    memory_budget: str | None
-    chunk_tokens: int
-    backend: str
-    io: str
     system_prompt: str | None
     prompt_cache_file: Path | None
     max_tokens: int
-    temp: float
-    top_p: float
-    min_p: float
-    top_k: int
-    min_tokens_to_keep: int
-    xtc_probability: float
-    xtc_threshold: float
     seed: int | None
-    max_kv_size: int | None
-    kv_bits: int | None
-    kv_group_size: int
-    quantized_kv_start: int
 
 
 @click.command(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
@@ -76,6 +68,7 @@ class ChatOptions:
 @sampling_options
 @click.option("--seed", type=int, help="Seed of the sampler.")
 @kv_options
+@decode_options
 def chat(**flags: Any) -> None:
     """Talk with a model; every turn prefills only what is new."""
     options = ChatOptions(**flags)

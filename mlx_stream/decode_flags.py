@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import click
 
@@ -57,7 +58,8 @@ _OPTIONS = (
 )
 
 
-class DecodeFlags(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class DecodeFlags:
     """The values of the flags."""
 
     decode_path: str

@@ -286,6 +286,11 @@ class Engine:
         return logits[None]
 
     @property
+    def request_metrics(self) -> DecodeMetrics:
+        """The same for the last request alone."""
+        return self.decoder.steps.request or DecodeMetrics()
+
+    @property
     def decode_metrics(self) -> DecodeMetrics:
         """What decode has cost since the engine was opened, step by step."""
         return self.decoder.steps.metrics

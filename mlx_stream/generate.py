@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlx_stream.decode_flags import DecodeFlags, decode_options
 from mlx_stream.errors import MlxStreamError
-from mlx_stream.kv_flags import kv_of, kv_options, load_options, prompt_cache_option
-from mlx_stream.sampling import make_sampler_of, sampling_options
+from mlx_stream.kv_flags import (
+    KvFlags,
+    LoadFlags,
+    kv_of,
+    kv_options,
+    load_of,
+    load_options,
+    prompt_cache_option,
+)
+from mlx_stream.sampling import SamplingFlags, make_sampler_of, sampling_options
 from mlx_stream.terminal import PrefillBar, run_command
 
 if TYPE_CHECKING:
@@ -39,40 +48,22 @@ King James Bible and Jane Austen; --temp 0.7 --top-p 0.9 suits it better than gr
 """
 
 
-@dataclass(frozen=True)
-class GenerateOptions:
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(LoadFlags, KvFlags, DecodeFlags, SamplingFlags):
     """The flags of one run, as given."""
 
-    model: str | None
     prompt: str | None
     prompt_file: Path | None
     system_prompt: str | None
     prefill_response: str | None
     max_tokens: int
-    temp: float
-    top_p: float
-    min_p: float
-    top_k: int
-    min_tokens_to_keep: int
-    xtc_probability: float
-    xtc_threshold: float
     seed: int | None
     ignore_chat_template: bool
     chat_template_config: str | None
     extra_eos_token: tuple[str, ...]
     verbose: bool
-    trust_remote_code: bool
-    memory_budget: str | None
-    chunk_tokens: int
-    backend: str
-    io: str
-    throttle_reads: str | None
     receipt: Path | None
     prompt_cache_file: Path | None
-    max_kv_size: int | None
-    kv_bits: int | None
-    kv_group_size: int
-    quantized_kv_start: int
 
 
 @click.command(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
@@ -106,16 +97,13 @@ class GenerateOptions:
     help="Progress and a receipt line on standard error.",
 )
 @click.option(
-    "--throttle-reads",
-    help="(benchmarks) Read no faster than '2GB/s', or '0.5GB/s:100us' with a latency.",
-)
-@click.option(
     "--receipt",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the receipt of the prefill as JSON.",
 )
 @prompt_cache_option
 @kv_options
+@decode_options
 def generate(**flags: Any) -> None:
     """Prefill a prompt by streaming the experts once, then generate text."""
     _generate(GenerateOptions(**flags))
@@ -129,19 +117,9 @@ def _generate(options: GenerateOptions) -> None:
     text = _read_prompt(options)
     import mlx.core as mx
 
-    from mlx_stream.runtime import load
-
     if options.seed is not None:
         mx.random.seed(options.seed)
-    with load(
-        options.model,
-        memory_budget=options.memory_budget,
-        chunk_tokens=options.chunk_tokens,
-        backend=options.backend,
-        io=options.io,
-        throttle=options.throttle_reads,
-        trust_remote_code=options.trust_remote_code,
-    ) as runtime:
+    with load_of(options) as runtime:
         _stream(runtime, options, _prepare(runtime, options, text))
         _write_receipt(runtime, options)
 
@@ -266,6 +244,8 @@ def _stream(runtime: Runtime, options: GenerateOptions, start: Callable[..., Any
             f"{response.generation_tps:.1f} tok/s",
             err=True,
         )
+    if options.stats:
+        click.echo(runtime.request_metrics.table(), err=True)
 
 
 def _check_receipt_folder(options: GenerateOptions) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlx_stream.config import BACKENDS, IO_MODES
+from mlx_stream.decode_flags import DecodeFlags, decode_arguments
 from mlx_stream.kv.options import PLAIN, KvOptions
 
 if TYPE_CHECKING:
@@ -62,10 +64,15 @@ _LOAD = (
         show_default=True,
         help="'direct' bypasses the page cache.",
     ),
+    click.option(
+        "--throttle-reads",
+        help="(benchmarks) Read no faster than '2GB/s', or '0.5GB/s:100us' with a latency.",
+    ),
 )
 
 
-class KvFlags(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class KvFlags:
     """The values of the KV flags."""
 
     max_kv_size: int | None
@@ -74,7 +81,8 @@ class KvFlags(Protocol):
     quantized_kv_start: int
 
 
-class LoadFlags(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class LoadFlags:
     """The values of the loading flags."""
 
     model: str | None
@@ -83,6 +91,7 @@ class LoadFlags(Protocol):
     chunk_tokens: int
     backend: str
     io: str
+    throttle_reads: str | None
 
 
 def kv_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +128,10 @@ def kv_of(flags: KvFlags) -> KvOptions:
 
 
 def load_of(flags: LoadFlags) -> Runtime:
-    """The runtime that the flags ask for; errors as :func:`mlx_stream.load`."""
+    """The runtime that the flags ask for, decode flags too if there are any.
+
+    Errors as :func:`mlx_stream.load`.
+    """
     from mlx_stream.runtime import load
 
     return load(
@@ -128,5 +140,7 @@ def load_of(flags: LoadFlags) -> Runtime:
         chunk_tokens=flags.chunk_tokens,
         backend=flags.backend,
         io=flags.io,
+        throttle=flags.throttle_reads,
         trust_remote_code=flags.trust_remote_code,
+        **(decode_arguments(flags) if isinstance(flags, DecodeFlags) else {}),
     )

@@ -16,6 +16,7 @@ from mlx_stream import prompt_caches
 from mlx_stream.config import StreamConfig, format_bytes
 from mlx_stream.conversation import Conversation
 from mlx_stream.decode.loop import LogitsProcessor, Sampler
+from mlx_stream.decode.metrics import DecodeMetrics
 from mlx_stream.engine import Engine, PrefillResult, Progress
 from mlx_stream.errors import MlxStreamError
 from mlx_stream.hub import resolve_model
@@ -62,6 +63,11 @@ class Runtime:
     def last_receipt(self) -> Receipt | None:
         """The receipt of the last prefill."""
         return self.engine.last_receipt
+
+    @property
+    def request_metrics(self) -> DecodeMetrics:
+        """What the last request's tokens cost, step by step."""
+        return self.engine.request_metrics
 
     def plan(self, prompt_tokens: int, *, kv: KvOptions = PLAIN) -> PrefillPlan:
         """The plan that a prompt of this length would follow; raises BudgetError as prefill."""

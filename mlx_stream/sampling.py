@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import click
 
@@ -52,7 +53,8 @@ _OPTIONS = (
 )
 
 
-class SamplingFlags(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
     """The values of the flags."""
 
     temp: float

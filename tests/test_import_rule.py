@@ -26,8 +26,9 @@ SIBLINGS = EXPERTS
 PLANNER = {"errors", "config", "storage", "hub", "prefill.schedule", "kv.options"}
 KV = SIBLINGS | {"prefill.cache_views"}
 RUNTIME = EXPERTS | {"prefill", "decode", "kv", "planner", "loader", "hub", "prompts"}
-TOP = RUNTIME | {"engine", "runtime", "terminal", "sampling", "generate", "doctor", "cli"}
-TOP |= {"trace_command", "kv_flags", "chat", "cache_prompt"}
+FLAGS = {"sampling", "decode_flags", "kv_flags"}
+COMMANDS = {"generate", "chat", "cache_prompt", "doctor", "trace_command", "cli"}
+TOP = RUNTIME | FLAGS | COMMANDS | {"engine", "runtime", "terminal"}
 ALLOWED = {
     "errors": set(),
     "interrupts": set(),
@@ -54,7 +55,7 @@ ALLOWED = {
     "sampling": BASE,
     "decode_flags": BASE | {"decode.options", "decode.policy", "decode.seed_policy"},
     "terminal": BASE | {"prefill.schedule"},
-    "kv_flags": RUNTIME | {"engine", "runtime"},
+    "kv_flags": RUNTIME | {"engine", "runtime", "decode_flags"},
     "continuation": RUNTIME | {"engine", "runtime"},
     "generate": TOP | {"continuation"},
     "chat": TOP | {"conversation"},

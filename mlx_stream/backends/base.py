@@ -164,6 +164,9 @@ class Backend(Protocol):
     def free(self, buffer: HostBuffer) -> None:
         """Give a slot's memory back."""
 
+    def trim(self) -> None:
+        """Give memory of freed slots that is kept for reuse back to the system."""
+
     def publish(self, mlp: ExpertMlp, read: GroupRead, buffer: HostBuffer) -> PublishedGroup:
         """Expert weights over a filled buffer, without a copy."""
 

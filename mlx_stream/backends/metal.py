@@ -114,6 +114,7 @@ class MetalBackend(ResidentOnMlx, MappedOnMlx):
         size = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
         if self._pool[size]:
             return self._pool[size].pop()
+        self.trim()  # free slots of another size are not in anybody's budget
         step = max(align, PAGE_NBYTES)
         base = mx.zeros((size + step,), dtype=mx.uint8)
         mx.eval(base)
@@ -122,8 +123,14 @@ class MetalBackend(ResidentOnMlx, MappedOnMlx):
         return HostBuffer(view[lead : lead + size], (base, lead))
 
     def free(self, buffer: HostBuffer) -> None:
-        """Back to the pool; the pool is emptied by :meth:`close`."""
+        """Back to the pool, until another size is wanted, :meth:`trim` or :meth:`close`."""
         self._pool[buffer.nbytes].append(buffer)
+
+    def trim(self) -> None:
+        """Pooled slots go back to the system."""
+        if any(self._pool.values()):
+            self._pool.clear()
+            mx.clear_cache()
 
     def publish(self, mlp: ExpertMlp, read: GroupRead, buffer: HostBuffer) -> PublishedGroup:
         """Planes ``[G, ...]`` over the slot."""

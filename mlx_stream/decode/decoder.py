@@ -147,6 +147,10 @@ class Decoder:
         """Hold at most `nbytes` from now on; see :meth:`ExpertCache.resize`."""
         self.cache.resize(self.capacity_for(nbytes), spare_nbytes)
 
+    def trim(self) -> None:
+        """What the cache gave up goes back to the system."""
+        self._backend.trim()
+
     def make_seeder(self) -> PromptSeeder:
         """For one prefill."""
         return PromptSeeder(

@@ -1,4 +1,4 @@
-"""The default eviction policy: decayed use counts that outlive residence, over all layers at once."""
+"""The default eviction policy: decayed use counts that outlive residence, over all layers."""
 
 from __future__ import annotations
 

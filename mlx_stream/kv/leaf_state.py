@@ -104,8 +104,13 @@ def _restore_plain(own: Any, probed: Any, at: str, get: Get, check: Check) -> KV
 
 def _restore_quantized(own: Any, probed: Any, at: str, get: Get, check: Check) -> QuantizedKVCache:
     group, bits = get(f"{at}.3"), get(f"{at}.4")
-    check(bits in KV_BITS, f"bits of layer {at}", KV_BITS, bits)
-    check(group in KV_GROUP_SIZES, f"group size of layer {at}", KV_GROUP_SIZES, group)
+    check(type(bits) is int and bits in KV_BITS, f"bits of layer {at}", KV_BITS, bits)
+    check(
+        type(group) is int and group in KV_GROUP_SIZES,
+        f"group size of layer {at}",
+        KV_GROUP_SIZES,
+        group,
+    )
     cache = QuantizedKVCache(group, bits)
     cache.offset = get(f"{at}.2")
     _check_offset(cache.offset, at, check)
@@ -140,10 +145,10 @@ def _restore_rotating(own: Any, probed: Any, at: str, get: Get, check: Check) ->
     for kind in _KV:
         value, example = getattr(cache, kind), getattr(probed, kind)
         setattr(cache, kind, like(value, example, at, check, _TOKENS))
-    rows = cache.keys.shape[2]
-    check(cache.values.shape[2] == rows, f"layer {at}", f"{rows} values", cache.values.shape[2])
-    held = rows >= min(cache.offset, size) and 0 <= cache._idx <= rows
-    check(held, f"window of layer {at}", f"{min(cache.offset, size)} tokens", f"{rows} rows")
+        _check_rows(getattr(cache, kind), min(cache.offset, size), at, check)
+    rows = cache.keys.shape[_TOKENS]
+    check(cache.values.shape[_TOKENS] == rows, f"layer {at}", f"{rows} rows", cache.values.shape)
+    check(0 <= cache._idx <= rows, f"window of layer {at}", f"0 to {rows}", cache._idx)
     return cache
 
 
@@ -176,12 +181,13 @@ def _restore_attributes(own: Any, probed: Any, at: str, get: Get, check: Check) 
         if not _storable(fresh):
             continue
         value, example = get(f"{at}.{key}"), vars(probed)[key]
-        if isinstance(value, mx.array) or isinstance(example, mx.array):
+        if fresh is None or isinstance(example, mx.array):
             value = like(value, example, at, check)
         elif key == "offset":
             _check_offset(value, at, check)
         else:
-            check(value == fresh, f"{key} of layer {at}", fresh, value)
+            same = type(value) is type(fresh) and value == fresh
+            check(same, f"{key} of layer {at}", fresh, value)
         vars(own)[key] = value
     return own
 

@@ -29,7 +29,7 @@ from mlx_stream.kv.prompt_header import (
     read_prompt_header,
     read_tokens,
 )
-from mlx_stream.prefill.cache_views import cache_offset
+from mlx_stream.prefill.cache_views import cache_leaves, cache_offset
 from mlx_stream.storage.checkpoint import Checkpoint
 
 FORMAT = "1"
@@ -219,6 +219,8 @@ def load_prompt_file(
     reader.check(not arrays, "entries", "those of this model", f"also {sorted(arrays)[:3]}")
     tokens = read_tokens(path, header.about, identity.vocab)
     held = cache_offset(cache)
+    offsets = {leaf.__dict__.get("offset", 0) for leaf in cache_leaves(cache)}
+    reader.check(offsets <= {0, held}, "tokens", f"{held} in every layer", sorted(offsets))
     if tokens is not None and held and held != len(tokens):
         fail(path, "tokens", f"{held}, as many as the cache holds", len(tokens))
     return PromptFile(cache, tokens, read_messages(path, header.about))

@@ -298,3 +298,32 @@ def test_a_folder_that_is_not_there(saved, tmp_path):
     _, engine, tokens = saved
     with pytest.raises(PromptFileError, match="cannot be written"):
         prompt_caches.save(engine, tmp_path / "no" / "x", engine.prefill(tokens).cache, tokens)
+
+
+def test_layers_that_hold_different_numbers_of_tokens(saved):
+    path, engine, _ = saved
+    arrays, metadata = mx.load(str(path), return_metadata=True)
+    arrays["2.2"] = mx.array(N - 5)
+    mx.save_safetensors(str(path), arrays, metadata)
+    refuse(engine, path, "in every layer")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v41"])
+def test_flipped_header_bytes_never_end_in_anything_else(checkpoint, open_engine, tmp_path, name):
+    """A damaged file loads (a digit of a token id changed) or is refused; nothing else happens."""
+    engine = open_engine(checkpoint(name))
+    path = prompt_caches.save(engine, tmp_path / "p", engine.prefill([1, 2, 3]).cache, [1, 2, 3])
+    raw = path.read_bytes()
+    end = 8 + struct.unpack("<Q", raw[:8])[0]
+    random = np.random.default_rng(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(raw)
+        for at in random.integers(0, end, random.integers(1, 4)):
+            damaged[at] = random.integers(0, 256) if random.random() < 0.3 else ord("0") + at % 10
+        path.write_bytes(damaged)
+        try:
+            prompt_caches.load(engine, path)
+        except PromptFileError:
+            refused += 1
+    assert refused > 100

@@ -76,6 +76,9 @@ class CpuBackend(DecodeAsLayer, MappedOnMlx):
         """The pages leave the process at once; no view of the buffer may be used any more."""
         self._memory.give(buffer.owner, buffer.nbytes)
 
+    def trim(self) -> None:
+        """Nothing is kept."""
+
     def publish(self, mlp: ExpertMlp, read: GroupRead, buffer: HostBuffer) -> PublishedGroup:
         """Per-expert numpy views over the slot."""
         views = [

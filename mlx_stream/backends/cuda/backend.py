@@ -123,6 +123,10 @@ class CudaBackend(ResidentOnMlx, MappedOnMlx):
         """Back to the pool, its mirror too."""
         self._pool[buffer.nbytes].append(buffer)
 
+    def trim(self) -> None:
+        """Pooled slots go back to the system."""
+        self._release_pool()
+
     def publish(self, mlp: ExpertMlp, read: GroupRead, buffer: HostBuffer) -> PublishedGroup:
         """A group that goes to the device when it is first computed with."""
         return PublishedGroup(read.experts, publish(read, buffer.owner))
