@@ -45,6 +45,7 @@ from mlx_stream.storage.expert_index import build_expert_index
 from mlx_stream.storage.reader import Reader
 from mlx_stream.storage.throttle import Throttle
 from mlx_stream.telemetry import Receipt
+from mlx_stream.timeline import Timeline
 
 __all__ = ["Engine", "PrefillResult", "Progress"]
 
@@ -260,6 +261,10 @@ class Engine:
     def drafts(self) -> bool:
         """Whether a draft model is loaded."""
         return self._drafter is not None
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Note reads and compute phases from now on; None stops."""
+        self.reader.timeline = self.decoder.exact.timeline = timeline
 
     def change_budget(self, total: int) -> None:
         """Another memory budget from now on, in bytes.

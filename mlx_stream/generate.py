@@ -26,9 +26,11 @@ from mlx_stream.kv_flags import (
 )
 from mlx_stream.sampling import SamplingFlags, make_sampler_of, sampling_options
 from mlx_stream.terminal import PrefillBar, run_command
+from mlx_stream.timeline import Timeline
 
 if TYPE_CHECKING:
     from mlx_stream.runtime import Runtime
+    from mlx_stream.telemetry import Receipt
 
 DEMO_PROMPT = "And it came to pass"
 DEFAULT_PROMPT = "hello"
@@ -63,6 +65,7 @@ class GenerateOptions(LoadFlags, KvFlags, DecodeFlags, SamplingFlags):
     extra_eos_token: tuple[str, ...]
     verbose: bool
     receipt: Path | None
+    trace: Path | None
     prompt_cache_file: Path | None
 
 
@@ -101,6 +104,11 @@ class GenerateOptions(LoadFlags, KvFlags, DecodeFlags, SamplingFlags):
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the receipt of the prefill as JSON.",
 )
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write a timeline of reads and compute, for ui.perfetto.dev.",
+)
 @prompt_cache_option
 @kv_options
 @decode_options
@@ -112,7 +120,8 @@ def generate(**flags: Any) -> None:
 def _generate(options: GenerateOptions) -> None:
     if options.max_tokens == 0:
         raise click.UsageError("--max-tokens must be at least 1, or -1 for no limit.")
-    _check_receipt_folder(options)
+    for target, flag in ((options.receipt, "--receipt"), (options.trace, "--trace")):
+        _check_folder(target, flag)
     kv_of(options)  # before anything is loaded
     text = _read_prompt(options)
     import mlx.core as mx
@@ -120,8 +129,11 @@ def _generate(options: GenerateOptions) -> None:
     if options.seed is not None:
         mx.random.seed(options.seed)
     with load_of(options) as runtime:
+        timeline = Timeline() if options.trace is not None else None
+        runtime.record(timeline)
         _stream(runtime, options, _prepare(runtime, options, text))
-        _write_receipt(runtime, options)
+        _write(runtime.last_receipt, options.receipt, "--receipt")
+        _write(timeline, options.trace, "--trace")
 
 
 def _read_prompt(options: GenerateOptions) -> str:
@@ -248,30 +260,31 @@ def _stream(runtime: Runtime, options: GenerateOptions, start: Callable[..., Any
         click.echo(runtime.request_metrics.table(), err=True)
 
 
-def _check_receipt_folder(options: GenerateOptions) -> None:
+def _check_folder(target: Path | None, flag: str) -> None:
     """Before any work: minutes later would be too late to say so."""
-    if options.receipt is None:
+    if target is None:
         return
-    folder = options.receipt.absolute().parent
+    folder = target.absolute().parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise _receipt_error(options.receipt, "no such folder, or it is not writable")
+        raise _write_error(target, flag, "no such folder, or it is not writable")
 
 
-def _write_receipt(runtime: Runtime, options: GenerateOptions) -> None:
-    if options.receipt is None or runtime.last_receipt is None:
+def _write(report: Receipt | Timeline | None, target: Path | None, flag: str) -> None:
+    if target is None or report is None:
         return
     try:
-        runtime.last_receipt.write(options.receipt)
+        report.write(target)
     except OSError as error:
-        raise _receipt_error(options.receipt, str(error)) from error
+        raise _write_error(target, flag, str(error)) from error
 
 
-def _receipt_error(target: Path, actual: str) -> MlxStreamError:
+def _write_error(target: Path, flag: str, actual: str) -> MlxStreamError:
+    what = {"--receipt": "receipt", "--trace": "trace"}[flag]
     return MlxStreamError(
-        "the receipt cannot be written",
+        f"the {what} cannot be written",
         file=target,
         actual=actual,
-        remedy="choose a writable folder for --receipt",
+        remedy=f"choose a writable folder for {flag}",
     )
 
 

@@ -25,6 +25,7 @@ from mlx_stream.kv.prompt_files import PromptFile
 from mlx_stream.prefill.schedule import PrefillPlan
 from mlx_stream.prompts import Prompt, encode_prompt
 from mlx_stream.telemetry import Receipt
+from mlx_stream.timeline import Timeline
 
 __all__ = ["PrefillResult", "Runtime", "load"]
 
@@ -63,6 +64,10 @@ class Runtime:
     def last_receipt(self) -> Receipt | None:
         """The receipt of the last prefill."""
         return self.engine.last_receipt
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Note reads and compute phases in a timeline from now on; None stops."""
+        self.engine.record(timeline)
 
     @property
     def request_metrics(self) -> DecodeMetrics:

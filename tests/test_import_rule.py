@@ -18,7 +18,7 @@ MAX_LINES = 320
 
 # Who may import whom, by package or top-level module; each may also import itself.
 BOTTOM = {"errors"}
-BASE = {"errors", "interrupts", "config", "budget", "telemetry"}
+BASE = {"errors", "interrupts", "config", "budget", "telemetry", "timeline"}
 STORAGE = BASE | {"storage"}
 BACKENDS = STORAGE | {"backends"}
 EXPERTS = BACKENDS | {"experts"}
@@ -35,6 +35,7 @@ ALLOWED = {
     "config": BOTTOM,
     "budget": BOTTOM | {"config"},
     "telemetry": BOTTOM | {"config"},
+    "timeline": set(),
     "storage": BASE,
     "hub": BOTTOM | {"config"},
     "prompts": BOTTOM | {"config"},
@@ -73,6 +74,7 @@ NEVER_MLX = (
     "config",
     "budget",
     "telemetry",
+    "timeline",
     "hub",
     "planner",
     "",

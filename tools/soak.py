@@ -110,7 +110,8 @@ class Soak:
             for _ in range(rng.randint(4, 24)):
                 if time.monotonic() >= until or len(self.errors) >= MOST_ERRORS:
                     break
-                self.disturbed(rng.choice(runtimes), rng.choice(talks))
+                if not self.disturbed(rng.choice(runtimes), rng.choice(talks)):
+                    break
                 self.watch.now()
             self.counts["engines"] += len(runtimes)
 
@@ -136,8 +137,17 @@ class Soak:
             spoil_proposals(runtime, rng)
         return runtime
 
-    def disturbed(self, runtime: Runtime, talk: Talk) -> None:
-        """One answer with whatever may happen to it."""
+    def disturbed(self, runtime: Runtime, talk: Talk) -> bool:
+        """One answer with whatever may happen to it; False when that was an error."""
+        errors = len(self.errors)
+        try:
+            self.answer(runtime, talk)
+        except Exception:
+            self.note_error(runtime, traceback.format_exc())
+        return len(self.errors) == errors
+
+    def answer(self, runtime: Runtime, talk: Talk) -> None:
+        """One answer, and its check."""
         rng = self.random
         talks = rng.random() < 0.35
         case = None if talks else rng.choice(self.cases)
@@ -171,8 +181,6 @@ class Soak:
                 self.note_error(runtime, "a read failed that was not made to")
         except BudgetError:
             self.counts["answers that did not fit"] += 1
-        except Exception:
-            self.note_error(runtime, traceback.format_exc())
         finally:
             self.faults.arm(0, 0)
         self.check(runtime, talk if talks else None, case, answer)
@@ -249,9 +257,10 @@ class Soak:
         click.echo(
             f"{seconds / 60:5.1f} min  {c['answers']} answers, {c['tokens']} tokens, "
             f"{self.ctrl_c.raised} interrupts, {self.faults.injected} failed reads, "
-            f"{c['budget changes']} budgets, {c['wrong tokens']} wrong; rss {now.rss / 1e6:.0f} MB, "
-            f"{now.fds} fds, {now.threads} threads"
+            f"{c['budget changes']} budgets, {c['wrong tokens']} wrong; "
+            f"rss {now.rss / 1e6:.0f} MB, {now.fds} fds, {now.threads} threads"
         )
+        sys.stdout.flush()
 
 
 class Talk:
@@ -278,7 +287,7 @@ class Talk:
         return self._talk.send(message, count)
 
     def heard(self, answer: list[int]) -> list[int]:
-        """The answer as the conversation has it: an interrupt may have come before we saw a token."""
+        """The answer as the conversation has it; we may have missed the token of an interrupt."""
         self._talk.send([0], 1)  # ends the turn; nothing is computed before the first step
         kept = list(self._talk._said)
         if answer or len(kept) > len(self.said):

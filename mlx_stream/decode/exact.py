@@ -23,6 +23,7 @@ from mlx_stream.decode.readahead import ReadAhead
 from mlx_stream.decode.slots import Key, Record
 from mlx_stream.decode.step_counts import RoutingObserver, StepCounts
 from mlx_stream.experts.streamed_experts import StreamedExperts
+from mlx_stream.timeline import COMPUTE, Timeline
 
 
 class ExactExecutor:
@@ -40,6 +41,7 @@ class ExactExecutor:
         self.counts = counts
         self.ahead: ReadAhead | None = None
         self.observer: RoutingObserver | None = None
+        self.timeline: Timeline | None = None
         # Work that may still run on the device, and the records it reads.
         self._fences: list[Fence] = []
         self._in_use: set[Key] = set()
@@ -130,7 +132,10 @@ class ExactExecutor:
         started = time.perf_counter()
         ready = [pending.pop(0)]
         self._cache.finish_read(ready[0])
-        self.counts.stall_seconds += time.perf_counter() - started
+        now = time.perf_counter()
+        self.counts.stall_seconds += now - started
+        if self.timeline is not None:
+            self.timeline.add(COMPUTE, "stall", started, now, layer=ready[0].key[0])
         for record in [r for r in pending if r.arrival is None or r.arrival.done()]:
             pending.remove(record)
             self._cache.finish_read(record)

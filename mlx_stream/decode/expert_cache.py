@@ -196,9 +196,8 @@ class ExpertCache:
         self.policy.resize(capacity)
         while len(self._records) > capacity:
             self._free.append(self._evict(()))
-        while self._slots > capacity:
+        while self._free:  # a store that moves would not know these slots any more
             self.store.drop(self._free.pop())
-            self._slots -= 1
         self._move(capacity, spare_nbytes)
 
     def close(self) -> None:
@@ -253,6 +252,7 @@ class ExpertCache:
             del self._records[key]
             self.policy.forget(key)
             self.residency.left(key[0])
+        self._slots = len(self._records)
         self.residency.moved()
 
     # --- records ----------------------------------------------------------------------------

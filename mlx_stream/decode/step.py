@@ -22,6 +22,7 @@ from mlx_stream.decode.options import DecodePlan
 from mlx_stream.decode.staged import TokenAhead
 from mlx_stream.experts.streamed_experts import ExecutorSlot, set_executor
 from mlx_stream.storage.reader import Reader
+from mlx_stream.timeline import COMPUTE
 
 STREAK = 8  # tokens without a miss before `auto` bets on the next one
 
@@ -68,6 +69,7 @@ class DecodeSteps:
         counts.reset()
         started, reads, before = time.perf_counter(), self._reader.counters, self._snapshot()
         path, logits = self._run(tokens, cache)
+        self._note(path, started)
         self._cache.policy.tick()
         wall, after = time.perf_counter() - started, self._reader.counters
         hits, misses, *predicted = (b - a for a, b in zip(before, self._snapshot(), strict=True))
@@ -93,6 +95,11 @@ class DecodeSteps:
             )
         )
         return logits
+
+    def _note(self, path: str, started: float) -> None:
+        timeline = self._reader.timeline
+        if timeline is not None:
+            timeline.add(COMPUTE, "token", started, time.perf_counter(), path=path)
 
     def _count(self, step: StepMetrics) -> None:
         self.metrics.add(step)

@@ -29,6 +29,7 @@ from mlx_stream.prefill.rendezvous import Arrival, ChunkExecutor, Rendezvous
 from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress, Segment
 from mlx_stream.storage.read_plan import GroupRead, plan_group
 from mlx_stream.storage.reader import Reader
+from mlx_stream.timeline import span
 
 
 class ExpertSeeder(Protocol):
@@ -92,6 +93,7 @@ class LayerMajorPrefill:
         self._executor = ChunkExecutor(fallback)
         self._seeder = seeder
         self._progress = progress
+        self._timeline = reader.timeline
         self.counts = PrefillCounts()
 
     def run(self, plan: PrefillPlan, tokens: np.ndarray, cache: list[Any]) -> mx.array:
@@ -157,13 +159,16 @@ class LayerMajorPrefill:
 
         bodies = [lambda a=a, b=b: body(a, b) for a, b in segment.chunks]
         with Rendezvous(bodies) as rendezvous:
-            more = rendezvous.start(nothing)
             layer = 0
+            with span(self._timeline, "attention", layer=layer):
+                more = rendezvous.start(nothing)
             while more:
                 mx.eval(cache_arrays(cache))
-                outputs = self._run_layer(plan, layer, rendezvous.arrivals())
+                with span(self._timeline, "experts", layer=layer):
+                    outputs = self._run_layer(plan, layer, rendezvous.arrivals())
                 layer += 1
-                more = rendezvous.resume(outputs, nothing)
+                with span(self._timeline, "attention", layer=layer):
+                    more = rendezvous.resume(outputs, nothing)
                 report(layer)
         if layer != len(self._streamed):
             raise RendezvousError(
@@ -209,7 +214,8 @@ class LayerMajorPrefill:
     def _run_group(
         self, mlp: ExpertMlp, computation: LayerComputation, keep: frozenset[int]
     ) -> None:
-        slot = self._ring.next()
+        with span(self._timeline, "stall", layer=mlp.layer.index):
+            slot = self._ring.next()
         read = slot.read
         assert read is not None
         assert read.layer == mlp.layer.index, "reads and layers out of step"

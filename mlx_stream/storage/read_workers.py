@@ -23,6 +23,7 @@ from mlx_stream.storage.open_modes import OpenFile
 from mlx_stream.storage.read_op import Fault, OpContext, execute_op, read_error
 from mlx_stream.storage.read_plan import ReadOp
 from mlx_stream.storage.throttle import Throttle
+from mlx_stream.timeline import Timeline
 
 _POLL = 0.2  # seconds; bounds how late a waiting thread sees a signal
 
@@ -118,6 +119,7 @@ class ReadWorkers:
         self.align = align
         self._fault = fault
         self._throttle = throttle
+        self.timeline: Timeline | None = None
         self._lock = threading.Lock()
         # One wake-up for each queued op, and one for each thread to end it. `put` is reentrant,
         # as a finalizer needs it that may run in any thread, inside any lock.
@@ -217,8 +219,18 @@ class ReadWorkers:
                 return False
             taken = self._take()
         if taken is not None:
-            self._finish(taken[0], self._read(*taken))
+            started = time.perf_counter()
+            error = self._read(*taken)
+            if self.timeline is not None:
+                self._note(taken[1], started)
+            self._finish(taken[0], error)
         return True
+
+    def _note(self, op: ReadOp, started: float) -> None:
+        name, now = threading.current_thread().name, time.perf_counter()
+        file = self._identities[op.file].path.name
+        args = {"bytes": op.nbytes, "file": file, "offset": op.offset}
+        self.timeline.add(name, "read", started, now, **args)  # type: ignore[union-attr]
 
     def _take(self) -> tuple[Ticket, ReadOp] | None:
         """Next op of the oldest ticket; None when the op of this wake-up was cancelled."""

@@ -20,6 +20,7 @@ from mlx_stream.storage.read_op import Fault
 from mlx_stream.storage.read_plan import ReadOp
 from mlx_stream.storage.read_workers import ReadCounters, ReadWorkers, Ticket, cancelled
 from mlx_stream.storage.throttle import Throttle
+from mlx_stream.timeline import Timeline
 
 __all__ = ["ReadCounters", "Reader", "Ticket"]
 
@@ -91,6 +92,15 @@ class Reader:
     def align(self) -> int:
         """What op offsets, part sizes and buffer addresses must be multiples of (bytes)."""
         return self._workers.align
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where the threads note their reads; may be set at any time."""
+        return self._workers.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self._workers.timeline = timeline
 
     @property
     def file_sizes(self) -> tuple[int, ...]:
