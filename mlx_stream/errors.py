@@ -118,6 +118,18 @@ class ModelNotFoundError(MlxStreamError):
     """The model is neither a local folder nor an available hub repository."""
 
 
+class HubError(MlxStreamError):
+    """The hub refused, did not answer, or answered with what cannot be used."""
+
+
+class HubEntryError(HubError):
+    """The repository is there, the file in it is not."""
+
+
+class HeadersOnlyError(CheckpointError):
+    """Only the headers of a hub repository are here; its weights cannot be read."""
+
+
 class KvCacheError(MlxStreamError):
     """The model, or a prompt cache, cannot do what was asked of the KV cache."""
 

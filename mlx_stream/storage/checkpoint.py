@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +47,9 @@ class FileIdentity:
     def matches(self, status: os.stat_result) -> bool:
         """True if `status` (of the path or of an open descriptor) is still the same file."""
         return self == FileIdentity.of(self.path, status)
+
+    def require_local(self) -> None:
+        """Nothing here; a file of which only the header was fetched raises HeadersOnlyError."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,10 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     for number, shard in enumerate(shards):
         identity, found = _read_shard(shard, number)
         files.append(identity)
-        _add_all(tensors, found, files)
+        add_tensors(tensors, found, files)
     if (folder / INDEX_NAME).exists():
-        _check_index(folder / INDEX_NAME, files, tensors)
+        index = read_json_object(folder / INDEX_NAME)
+        check_index(folder / INDEX_NAME, index, files, tensors)
     return Checkpoint(folder, config, tuple(files), tensors)
 
 
@@ -121,9 +126,12 @@ def _read_shard(path: Path, number: int) -> tuple[FileIdentity, tuple[TensorInfo
     return identity, parse_header(raw, identity.size, path, file=number)
 
 
-def _add_all(
-    tensors: dict[str, TensorInfo], found: tuple[TensorInfo, ...], files: list[FileIdentity]
+def add_tensors(
+    tensors: dict[str, TensorInfo],
+    found: Sequence[TensorInfo],
+    files: Sequence[FileIdentity],
 ) -> None:
+    """Add one shard's tensors to `tensors`. Raises HeaderError for a name already there."""
     for t in found:
         if t.name in tensors:
             raise HeaderError(
@@ -137,18 +145,32 @@ def _add_all(
         tensors[t.name] = t
 
 
-def _check_index(path: Path, files: list[FileIdentity], tensors: dict[str, TensorInfo]) -> None:
-    weight_map = read_json_object(path).get("weight_map")
-    if not isinstance(weight_map, dict):
+def check_index(
+    path: Path,
+    index: Mapping[str, Any],
+    files: Sequence[FileIdentity],
+    tensors: Mapping[str, TensorInfo],
+) -> None:
+    """The tensors lie where the index says. Raises CheckpointError, MissingTensorError."""
+    numbers = {f.path.name: n for n, f in enumerate(files)}
+    for name, shard in weight_map(path, index).items():
+        info = tensors.get(name)
+        if shard not in numbers or info is None or info.file != numbers[shard]:
+            _fail_index(path, name, shard, shard in numbers, info, files)
+
+
+def weight_map(path: Path, index: Mapping[str, Any]) -> dict[str, str]:
+    """Tensor name -> shard name, every shard a plain file name. Raises CheckpointError."""
+    found = index.get("weight_map")
+    if not isinstance(found, dict):
         raise CheckpointError(
             "The index has no weight_map.",
             file=path,
             expected="an object: tensor name -> shard name",
-            actual=type(weight_map).__name__,
+            actual=type(found).__name__,
             remedy=f"delete {INDEX_NAME} (it is optional) or download it again",
         )
-    numbers = {f.path.name: n for n, f in enumerate(files)}
-    for name, shard in weight_map.items():
+    for name, shard in found.items():
         if not _is_plain_name(shard):
             raise CheckpointError(
                 "The index names a shard outside the checkpoint folder.",
@@ -158,9 +180,7 @@ def _check_index(path: Path, files: list[FileIdentity], tensors: dict[str, Tenso
                 actual=repr(shard),
                 remedy="do not use this checkpoint unless you trust it; delete its index to go on",
             )
-        info = tensors.get(name)
-        if shard not in numbers or info is None or info.file != numbers[shard]:
-            _fail_index(path, name, shard, shard in numbers, info, files)
+    return found
 
 
 def _is_plain_name(shard: Any) -> bool:
@@ -177,7 +197,7 @@ def _fail_index(
     shard: str,
     shard_exists: bool,
     info: TensorInfo | None,
-    files: list[FileIdentity],
+    files: Sequence[FileIdentity],
 ) -> None:
     if not shard_exists:
         actual = "no such shard in the folder"

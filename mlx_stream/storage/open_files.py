@@ -34,6 +34,7 @@ def open_all(identities: Sequence[FileIdentity], io: IoChoice) -> list[OpenFile]
 
 
 def _open_checked(identity: FileIdentity, io: IoChoice) -> OpenFile:
+    identity.require_local()
     try:
         file = open_file(identity.path, io)
     except FileNotFoundError as error:

@@ -207,17 +207,26 @@ def _fail(
 def read_json_object(path: Path) -> dict[str, Any]:
     """Parse a JSON file that must hold one object. Raises CheckpointError otherwise."""
     try:
-        value = json.loads(path.read_bytes())
+        raw = path.read_bytes()
     except FileNotFoundError:
-        actual = "no such file"
+        _fail_json(path, "no such file")
     except OSError as error:
-        actual = error.strerror or str(error)
+        _fail_json(path, error.strerror or str(error))
+    return parse_json_object(raw, path)
+
+
+def parse_json_object(raw: bytes, path: Path) -> dict[str, Any]:
+    """Parse bytes that must be one JSON object. Raises CheckpointError, which names `path`."""
+    try:
+        value = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        actual = f"not valid JSON: {error}"
-    else:
-        if isinstance(value, dict):
-            return value
-        actual = f"a JSON {type(value).__name__}"
+        _fail_json(path, f"not valid JSON: {error}")
+    if not isinstance(value, dict):
+        _fail_json(path, f"a JSON {type(value).__name__}")
+    return value
+
+
+def _fail_json(path: Path, actual: str) -> NoReturn:
     raise CheckpointError(
         f"{path.name} cannot be used.",
         file=path,
