@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,14 +24,18 @@ import click
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.decode_budget import ROOMY, pin_cache
-from mlx_stream.config import StreamConfig
-from mlx_stream.decode.replay import BELADY, ORACLE_SEED, ReplayResult, replay
-from mlx_stream.decode.routing_recorder import RoutingRecorder
-from mlx_stream.decode.routing_trace import RoutingTrace
-from mlx_stream.decode.seed_policy import DEFAULT_SEED_POLICY, SEED_POLICIES
-from mlx_stream.engine import Engine
-from mlx_stream.hub import demo_path
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # run as a script
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.decode_budget import ROOMY, pin_cache  # noqa: E402
+from mlx_stream.config import StreamConfig  # noqa: E402
+from mlx_stream.decode.replay import BELADY, ORACLE_SEED, ReplayResult, replay  # noqa: E402
+from mlx_stream.decode.routing_recorder import RoutingRecorder  # noqa: E402
+from mlx_stream.decode.routing_trace import RoutingTrace  # noqa: E402
+from mlx_stream.decode.seed_policy import DEFAULT_SEED_POLICY, SEED_POLICIES  # noqa: E402
+from mlx_stream.engine import Engine  # noqa: E402
+from mlx_stream.hub import demo_path  # noqa: E402
 
 SPANS = (32, 64, 128, 512)
 CLAIM_SPAN, CLAIM_POINTS = 64, 0.02

@@ -55,8 +55,8 @@ class Allotment:
             BudgetError: it does not fit.
         """
         memory = plan.memory
+        self._budget.release("kv cache")  # first: the cache may have been planned into its place
         self.resize_cache(memory.expert_cache)
-        self._budget.release("kv cache")
         self._budget.reserve("kv cache", memory.kv)
         self._budget.reserve(
             "prefill", memory.staging + memory.held + memory.transient + memory.scratch

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import click
 
 from mlx_stream import __version__
+from mlx_stream.bench.command import bench
 from mlx_stream.cache_prompt import cache_prompt
 from mlx_stream.chat import chat
 from mlx_stream.config import format_bytes
@@ -21,40 +27,91 @@ Examples:
   mlx_stream plan ./checkpoint --prompt-tokens 8192 --memory-budget 8GB
 """
 
+MANY_SHARDS = 10  # above this, fetching their headers shows progress
 
-@click.group(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(
+    epilog=EXAMPLES,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="mlx_stream")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Run Mixture-of-Experts models larger than memory by streaming their experts."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 cli.add_command(generate)
 cli.add_command(chat)
 cli.add_command(cache_prompt)
 cli.add_command(doctor)
+cli.add_command(bench)
 cli.add_command(trace)
+
+
+def model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The model as an argument or as --model, and --revision; the command gets one `model`."""
+
+    @click.argument("model", required=False)
+    @click.option("--model", "option", metavar="MODEL", help="The same as the argument MODEL.")
+    @click.option("--revision", help="Branch, tag or commit of a hub repository.")
+    @wraps(command)
+    def run(model: str | None, option: str | None, **others: Any) -> None:
+        if model and option and model != option:
+            raise click.UsageError(f"two models: {model} and --model {option}")
+        command(model=model or option, **others)
+
+    return run
+
+
+def header_progress() -> Callable[[int, int], None]:
+    """Shows on a terminal how many headers have come, where there are many."""
+
+    def show(done: int, total: int) -> None:
+        if total > MANY_SHARDS and sys.stderr.isatty():
+            end = "\n" if done == total else ""
+            click.echo(f"\rheaders {done}/{total}{end}", nl=False, err=True)
+
+    return show
+
 
 PLAN_EXAMPLES = """
 \b
 Examples:
   mlx_stream plan ./checkpoint --prompt-tokens 8192
   mlx_stream plan mlx-community/Qwen3-30B-A3B-4bit --prompt-tokens 32768 --memory-budget 8GB
+  mlx_stream plan --model mlx-community/Qwen3-30B-A3B-4bit --revision main
+
+A hub repository is not downloaded: only its headers are fetched.
 """
 
 
 @cli.command(epilog=PLAN_EXAMPLES)
-@click.argument("model", required=False)
+@model_options
 @click.option("--prompt-tokens", "-n", type=click.IntRange(min=1), default=2048, show_default=True)
 @click.option("--memory-budget", help="Bytes, '4GB' or '4GiB'; default: a share of free memory.")
 @click.option("--chunk-tokens", type=click.IntRange(min=1), default=2048, show_default=True)
 def plan(
-    model: str | None, prompt_tokens: int, memory_budget: str | None, chunk_tokens: int
+    model: str | None,
+    revision: str | None,
+    prompt_tokens: int,
+    memory_budget: str | None,
+    chunk_tokens: int,
 ) -> None:
     """Show how a prompt would run, from the checkpoint's headers alone."""
     from mlx_stream.planner.plan import plan as make_plan
 
     click.echo(
-        make_plan(model, prompt_tokens, memory_budget=memory_budget, chunk_tokens=chunk_tokens)
+        make_plan(
+            model,
+            prompt_tokens,
+            memory_budget=memory_budget,
+            chunk_tokens=chunk_tokens,
+            revision=revision,
+            progress=header_progress(),
+        )
     )
 
 
@@ -67,14 +124,14 @@ Examples:
 
 
 @cli.command(epilog=INFO_EXAMPLES)
-@click.argument("model", required=False)
-def info(model: str | None) -> None:
+@model_options
+def info(model: str | None, revision: str | None) -> None:
     """Show what a checkpoint holds: expert layers, sizes, quantization."""
-    from mlx_stream.hub import resolve_model
-    from mlx_stream.storage.checkpoint import open_checkpoint
+    from mlx_stream.planner.model_headers import open_headers
     from mlx_stream.storage.expert_index import build_expert_index
+    from mlx_stream.storage.remote_checkpoint import RemoteCheckpoint
 
-    checkpoint = open_checkpoint(resolve_model(model))
+    checkpoint = open_headers(model, revision=revision, progress=header_progress())
     index = build_expert_index(checkpoint)
     first = index.layers[0]
     click.echo(f"{checkpoint.path}")
@@ -85,6 +142,12 @@ def info(model: str | None) -> None:
         f"{format_bytes(first.expert_nbytes)} = {format_bytes(index.nbytes)}"
     )
     click.echo(f"  resident       {format_bytes(index.resident_nbytes)}")
+    if isinstance(checkpoint, RemoteCheckpoint):
+        traffic = checkpoint.traffic
+        click.echo(
+            f"  fetched        {format_bytes(traffic.nbytes)} of headers "
+            f"in {traffic.requests} requests, no weights"
+        )
     for projection in dict.fromkeys(t.key[0] for t in first.tensors):
         spec = first.spec(projection)
         click.echo(

@@ -25,9 +25,9 @@ from mlx_stream.config import StreamConfig
 from mlx_stream.decode.decoder import Decoder, StreamedModel
 from mlx_stream.decode.metrics import DecodeMetrics
 from mlx_stream.decode.options import DecodeOptions
-from mlx_stream.decode.speculative import Drafter, Drawn
+from mlx_stream.decode.speculative import Drafter, Drawn, check_trimmable
 from mlx_stream.decoding import GuardedDecode
-from mlx_stream.errors import MlxStreamError
+from mlx_stream.errors import CapabilityError, MlxStreamError
 from mlx_stream.experts.staging import StagingRing
 from mlx_stream.experts.streamed_experts import set_executor
 from mlx_stream.kv.caches import KvSupport, settle
@@ -191,12 +191,8 @@ class Engine:
         plan = self.plan(len(ids), past_tokens=cache_offset(cache), kv=kv)
         cache = self.kv.prepare(cache, kv)
         snapshot = CacheSnapshot(cache)
-        self._allotment.grant(plan)
         try:
-            try:
-                logits, receipt = self.run_plan(plan, ids, cache, progress=progress)
-            finally:
-                self._allotment.settle()
+            logits, receipt = self.run_granted(plan, ids, cache, progress=progress)
             settle(cache)
             self.reader.check_unchanged()
             interrupts.check()
@@ -223,6 +219,25 @@ class Engine:
         cache = make_prompt_cache(self.model) if cache is None else cache
         return self._runner.run(plan, ids, cache, ring=ring, progress=progress)
 
+    def run_granted(
+        self,
+        plan: PrefillPlan,
+        ids: np.ndarray,
+        cache: list[Any],
+        *,
+        progress: Progress | None = None,
+    ) -> tuple[mx.array, Receipt]:
+        """As :meth:`run_plan`, with the plan's memory asked of the budget and given back.
+
+        Raises:
+            BudgetError: it does not fit; nothing was read.
+        """
+        self._allotment.grant(plan)
+        try:
+            return self.run_plan(plan, ids, cache, progress=progress)
+        finally:
+            self._allotment.settle()
+
     def decode(
         self, result: PrefillResult, prompt: Sequence[int], **options: Any
     ) -> Generator[tuple[int, mx.array], None, None]:
@@ -245,7 +260,20 @@ class Engine:
         return self._guarded.speculative_tokens(result, prompt, self._drafter, **options)
 
     def load_draft(self, path: Path, tokens: int) -> None:
-        """Hold a draft model for :meth:`decode_speculative`; see :func:`load_draft_model`."""
+        """Hold a draft model for :meth:`decode_speculative`; see :func:`load_draft_model`.
+
+        Raises:
+            CapabilityError: the model, the draft or the decode path cannot verify several tokens
+                and forget some of them; nothing was loaded.
+        """
+        check_trimmable("model", make_prompt_cache(self.model))
+        if self.decoder.plan.path == "whole-layer":
+            raise CapabilityError(
+                "the whole-layer path answers for the last token only",
+                expected="--decode-path auto, exact, hot or staged",
+                actual="--decode-path whole-layer",
+                remedy="leave out --draft-model, or the decode path",
+            )
         self._allotment.make_room_for_draft()
         draft = load_draft_model(
             path,
@@ -266,6 +294,7 @@ class Engine:
         """Note reads and compute phases from now on; None stops."""
         self.reader.timeline = self.decoder.exact.timeline = timeline
 
+    @interrupts.deferred()
     def change_budget(self, total: int) -> None:
         """Another memory budget from now on, in bytes.
 
@@ -283,12 +312,7 @@ class Engine:
         """A decode step by the whole-layer path; only the last position's logits, ``[1, V]``."""
         ids = np.array(tokens[0])
         plan = replace(self.plan(len(ids), past_tokens=cache_offset(cache)), mode="stream")
-        self._allotment.grant(plan)
-        try:
-            logits, _ = self.run_plan(plan, ids, cache)
-        finally:
-            self._allotment.settle()
-        return logits[None]
+        return self.run_granted(plan, ids, cache)[0][None]
 
     @property
     def request_metrics(self) -> DecodeMetrics:

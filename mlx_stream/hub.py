@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from mlx_stream.errors import ModelNotFoundError
 
@@ -27,6 +30,62 @@ def demo_path() -> Path:
     return Path(__file__).parent / "demo"
 
 
+@dataclass(frozen=True)
+class HubReference:
+    """A repository at a revision; written ``owner/name`` or ``owner/name@revision``."""
+
+    repo: str
+    revision: str | None = None
+
+
+def find_model(
+    path_or_repo: str | Path | None, *, revision: str | None = None
+) -> Path | HubReference:
+    """The local folder that is meant, or the repository. Asks nobody.
+
+    Raises:
+        ModelNotFoundError: neither a folder nor the form of a repository id.
+    """
+    if path_or_repo is None:
+        return demo_path()
+    path = Path(path_or_repo).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise _not_found(path_or_repo, "a file; pass the folder that holds config.json")
+    repo, _, suffix = str(path_or_repo).partition("@")
+    if repo.startswith((".", "/", "~")) or repo.count("/") != 1:
+        raise _not_found(path_or_repo, "no such folder")
+    if suffix and revision and suffix != revision:
+        raise _not_found(path_or_repo, f"two revisions: {suffix!r} and {revision!r}")
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise _not_found(path_or_repo, _first_line(error)) from error
+    return HubReference(repo, suffix or revision or None)
+
+
+def cached_snapshot(reference: HubReference) -> Path | None:
+    """The folder in the hub's cache, if config and all weights are there. Asks nobody."""
+
+    def cached(name: str) -> Path | None:
+        found = try_to_load_from_cache(reference.repo, name, revision=reference.revision)
+        return Path(found) if isinstance(found, str) else None
+
+    config, index = cached("config.json"), cached("model.safetensors.index.json")
+    if config is None:
+        return None
+    shards = {"model.safetensors"}
+    if index is not None:
+        try:
+            shards = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+    folder = config.parent
+    complete = all(isinstance(s, str) and (folder / s).is_file() for s in shards)
+    return folder if shards and complete else None
+
+
 def resolve_model(
     path_or_repo: str | Path | None,
     *,
@@ -40,26 +99,22 @@ def resolve_model(
     Raises:
         ModelNotFoundError: neither a folder nor a repository that can be had.
     """
-    if path_or_repo is None:
-        return demo_path()
-    path = Path(path_or_repo).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise _not_found(path_or_repo, "a file; pass the folder that holds config.json")
-    if str(path_or_repo).startswith((".", "/", "~")) or str(path_or_repo).count("/") != 1:
-        raise _not_found(path_or_repo, "no such folder")
+    found = find_model(path_or_repo, revision=revision)
+    if isinstance(found, Path):
+        return found
     patterns = [*_PATTERNS, "*.py"] if trust_remote_code else _PATTERNS
     try:
-        return Path(
-            snapshot_download(str(path_or_repo), revision=revision, allow_patterns=patterns)
-        )
+        return Path(snapshot_download(found.repo, revision=found.revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        reason = str(error).strip().splitlines()
-        raise _not_found(path_or_repo, reason[0] if reason else type(error).__name__) from error
+        raise _not_found(path_or_repo, _first_line(error)) from error
 
 
-def _not_found(model: str | Path, actual: str) -> ModelNotFoundError:
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _not_found(model: str | Path | None, actual: str) -> ModelNotFoundError:
     return ModelNotFoundError(
         f"cannot find the model {str(model)!r}",
         expected="a folder with config.json and model*.safetensors, or a hub repository id",

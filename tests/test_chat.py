@@ -364,3 +364,23 @@ def test_quantized_conversation(checkpoint, open_runtime, tmp_path):
     assert other.tokens == talk.tokens
     talk.trim(0)
     assert [r.token for r in other.send([5], 3)] == [r.token for r in talk.send([5], 3)]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+def test_the_same_message_again_after_a_failure_before_the_first_token(
+    templated, open_runtime, monkeypatch, name
+):
+    """The whole prompt is in the cache then; its last token has to run again for its logits."""
+    runtime = open_runtime(templated(name, KEEPS))
+    talk = runtime.chat()
+
+    def broken(logprobs):
+        raise RuntimeError("no sampler")
+
+    with pytest.raises(RuntimeError, match="no sampler"):
+        talk.ask("w1 w2 w3", 4, sampler=broken)
+    ids = runtime.encode([{"role": "user", "content": "w1 w2 w3"}])
+    assert list(talk.tokens) == ids
+    assert talk.messages == ()
+    got = [r.token for r in talk.send("w1 w2 w3", 4)]
+    assert got == [r.token for r in runtime.stream_generate(ids, 4)]

@@ -27,7 +27,7 @@ PLANNER = {"errors", "config", "storage", "hub", "prefill.schedule", "kv.options
 KV = SIBLINGS | {"prefill.cache_views"}
 RUNTIME = EXPERTS | {"prefill", "decode", "kv", "planner", "loader", "hub", "prompts"}
 FLAGS = {"sampling", "decode_flags", "kv_flags"}
-COMMANDS = {"generate", "chat", "cache_prompt", "doctor", "trace_command", "cli"}
+COMMANDS = {"bench", "generate", "chat", "cache_prompt", "doctor", "trace_command", "cli"}
 TOP = RUNTIME | FLAGS | COMMANDS | {"engine", "runtime", "terminal"}
 ALLOWED = {
     "errors": set(),
@@ -58,6 +58,7 @@ ALLOWED = {
     "terminal": BASE | {"prefill.schedule"},
     "kv_flags": RUNTIME | {"engine", "runtime", "decode_flags"},
     "continuation": RUNTIME | {"engine", "runtime"},
+    "bench": TOP,
     "generate": TOP | {"continuation"},
     "chat": TOP | {"conversation"},
     "cache_prompt": TOP | {"continuation"},

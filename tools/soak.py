@@ -24,7 +24,6 @@ import traceback
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -43,19 +42,22 @@ from tools.soak_parts import (  # noqa: E402
     Case,
     CtrlC,
     RandomFaults,
+    Talk,
     Watch,
     exact_answer,
     faulty_readers,
+    spoil_proposals,
     stock_answer,
     stock_model,
     wrong_tokens,
 )
 
-SHORT_CASES, LONG_CASES, LONGEST = 40, 14, 3000
-ANSWER_TOKENS = 48
+SHORT_CASES, LONG_CASES, LONGEST = 40, 12, 3000
+ANSWER_TOKENS = 32
+TALK_SHARE = 0.35  # of the answers
 SLOW_TOKENS = 6  # a token of the whole-layer path costs a pass over the file
 ROOMY = 1 << 30
-WARM_SHARE = 0.25  # of the run
+WARM_SHARE, WARM_SECONDS = 0.25, 300.0  # of the run, at least; a shorter run has no slope
 RSS_PER_HOUR, RSS_GROWTH = 30.0, 40.0  # MB; allowed slope and end minus warm
 MOST_ERRORS = 5
 SETTLE_SECONDS = 2.0  # threads of a closed engine may take a moment to go
@@ -110,7 +112,8 @@ class Soak:
             for _ in range(rng.randint(4, 24)):
                 if time.monotonic() >= until or len(self.errors) >= MOST_ERRORS:
                     break
-                if not self.disturbed(rng.choice(runtimes), rng.choice(talks)):
+                talk = rng.choice(talks) if rng.random() < TALK_SHARE else None
+                if not self.disturbed(talk.runtime if talk else rng.choice(runtimes), talk):
                     break
                 self.watch.now()
             self.counts["engines"] += len(runtimes)
@@ -137,7 +140,7 @@ class Soak:
             spoil_proposals(runtime, rng)
         return runtime
 
-    def disturbed(self, runtime: Runtime, talk: Talk) -> bool:
+    def disturbed(self, runtime: Runtime, talk: Talk | None) -> bool:
         """One answer with whatever may happen to it; False when that was an error."""
         errors = len(self.errors)
         try:
@@ -146,13 +149,11 @@ class Soak:
             self.note_error(runtime, traceback.format_exc())
         return len(self.errors) == errors
 
-    def answer(self, runtime: Runtime, talk: Talk) -> None:
+    def answer(self, runtime: Runtime, talk: Talk | None) -> None:
         """One answer, and its check."""
         rng = self.random
-        talks = rng.random() < 0.35
-        case = None if talks else rng.choice(self.cases)
-        runtime = talk.runtime if talks else runtime
-        self.change_budget(runtime, needed=talk.next_tokens if talks else len(case.prompt))
+        case = rng.choice(self.cases)
+        self.change_budget(runtime, needed=talk.next_tokens if talk else len(case.prompt))
         slow = runtime.engine.decoder.plan.path == "whole-layer"
         count = rng.randint(1, SLOW_TOKENS if slow else ANSWER_TOKENS)
         self.faults.arm(int(rng.expovariate(1 / 60)), rng.randint(1, 3) * (rng.random() < 0.12))
@@ -163,7 +164,7 @@ class Soak:
             with self.ctrl_c.after(ctrl_c):
                 responses = (
                     talk.send(self.piece(rng.randint(1, 24)), count)
-                    if talks
+                    if talk
                     else runtime.stream_generate(list(case.prompt), count)
                 )
                 for response in responses:
@@ -183,11 +184,9 @@ class Soak:
             self.counts["answers that did not fit"] += 1
         finally:
             self.faults.arm(0, 0)
-        self.check(runtime, talk if talks else None, case, answer)
+        self.check(runtime, talk, case, answer)
 
-    def check(
-        self, runtime: Runtime, talk: Talk | None, case: Case | None, answer: list[int]
-    ) -> None:
+    def check(self, runtime: Runtime, talk: Talk | None, case: Case, answer: list[int]) -> None:
         """Compare an answer, whole or cut short."""
         if talk is not None:
             prompt = talk.prompt
@@ -200,7 +199,7 @@ class Soak:
         self.counts["answers"] += 1
         self.counts["tokens"] += len(answer)
         self.counts["turns of conversations" if talk else "prompts"] += 1
-        self.counts["long prompts"] += case is not None and not case.stock
+        self.counts["long prompts"] += talk is None and not case.stock
         self.counts["wrong tokens"] += wrong
         if wrong:
             self.note_error(runtime, f"{wrong} wrong tokens of {len(answer)}: {answer}")
@@ -263,58 +262,9 @@ class Soak:
         sys.stdout.flush()
 
 
-class Talk:
-    """A conversation and what was said in it, as token ids."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.start_again()
-
-    def start_again(self) -> None:
-        """Nothing said yet."""
-        self._talk = self.runtime.chat()
-        self.said: list[int] = []
-        self.prompt: list[int] = []
-
-    @property
-    def next_tokens(self) -> int:
-        """Upper bound of the next prompt's length."""
-        return len(self.said) + 32
-
-    def send(self, message: list[int], count: int) -> Any:
-        """The answer to come."""
-        self.prompt = [*self.said, *message]
-        return self._talk.send(message, count)
-
-    def heard(self, answer: list[int]) -> list[int]:
-        """The answer as the conversation has it; we may have missed the token of an interrupt."""
-        self._talk.send([0], 1)  # ends the turn; nothing is computed before the first step
-        kept = list(self._talk._said)
-        if answer or len(kept) > len(self.said):
-            assert kept[: len(self.prompt)] == self.prompt, "the conversation lost its prompt"
-            ours, answer = answer, kept[len(self.prompt) :]
-            assert answer[: len(ours)] == ours, "the conversation lost tokens"
-            assert len(answer) <= len(ours) + 1, "the conversation has tokens nobody saw"
-            self.said = kept
-        else:
-            assert kept == self.said, "a turn without an answer left a trace"
-        return answer
-
-
-def spoil_proposals(runtime: Runtime, rng: random.Random) -> None:
-    """A draft that is the model itself is always right: make some proposals wrong."""
-    drafter = runtime.engine._drafter
-    propose, vocab = drafter.propose, runtime.engine._shape.vocab
-
-    def spoiled(token: int, count: int) -> list[int]:
-        return [rng.randrange(vocab) if rng.random() < 0.2 else t for t in propose(token, count)]
-
-    drafter.propose = spoiled
-
-
 def report(soak: Soak, minutes: float, seed: int) -> bool:
     """Print the JSON line; says whether all was well."""
-    drift = soak.watch.drift(60 * minutes * WARM_SHARE)
+    drift = soak.watch.drift(max(WARM_SECONDS, 60 * minutes * WARM_SHARE))
     rss, fds, threads = drift["rss"], drift["fds"], drift["threads"]
     growth = rss["end"] - rss["warm"]
     grew = [

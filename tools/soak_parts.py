@@ -10,6 +10,7 @@ import ctypes
 import errno
 import gc
 import os
+import random
 import signal
 import threading
 import time
@@ -30,6 +31,7 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.utils import load_model
 
 import mlx_stream.engine
+from mlx_stream.runtime import Runtime
 from mlx_stream.storage.reader import Reader
 
 STOCK_TOKENS = 400
@@ -179,6 +181,58 @@ class CtrlC:
     def _send(self) -> None:
         self.sent += 1
         os.kill(os.getpid(), signal.SIGINT)
+
+
+# --- who speaks
+
+
+class Talk:
+    """A conversation and what was said in it, as token ids."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.start_again()
+
+    def start_again(self) -> None:
+        """Nothing said yet."""
+        self._talk = self.runtime.chat()
+        self.said: list[int] = []
+        self.prompt: list[int] = []
+
+    @property
+    def next_tokens(self) -> int:
+        """Upper bound of the next prompt's length."""
+        return len(self.said) + 32
+
+    def send(self, message: list[int], count: int) -> Any:
+        """The answer to come."""
+        self.prompt = [*self.said, *message]
+        return self._talk.send(message, count)
+
+    def heard(self, answer: list[int]) -> list[int]:
+        """The answer as the conversation has it; we may have missed the token of an interrupt."""
+        self._talk.send([0], 1)  # ends the turn; nothing is computed before the first step
+        kept = list(self._talk._said)
+        if answer or len(kept) > len(self.said):
+            assert kept[: len(self.prompt)] == self.prompt, "the conversation lost its prompt"
+            ours, answer = answer, kept[len(self.prompt) :]
+            assert answer[: len(ours)] == ours, "the conversation lost tokens"
+            assert len(answer) <= len(ours) + 1, "the conversation has tokens nobody saw"
+            self.said = kept
+        else:
+            assert kept == self.said, "a turn without an answer left a trace"
+        return answer
+
+
+def spoil_proposals(runtime: Runtime, rng: random.Random) -> None:
+    """A draft that is the model itself is always right: make some proposals wrong."""
+    drafter = runtime.engine._drafter
+    propose, vocab = drafter.propose, runtime.engine._shape.vocab
+
+    def spoiled(token: int, count: int) -> list[int]:
+        return [rng.randrange(vocab) if rng.random() < 0.2 else t for t in propose(token, count)]
+
+    drafter.propose = spoiled
 
 
 # --- what must not grow

@@ -142,9 +142,19 @@ class ExpertCache:
                 self.finish_read(record)
 
     def abandon_pending(self) -> None:
-        """Drop every record whose read has not finished; returns when no thread writes."""
+        """Drop every record whose read has not finished; returns when no thread writes.
+
+        A Ctrl-C meanwhile is raised at the end: a record half dropped would look like one in
+        memory.
+        """
+        interrupt: KeyboardInterrupt | None = None
         for key in list(self._arriving):
-            self._abandon(self._records[key])
+            try:
+                self._abandon(self._records[key])
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def copy_in(
         self,
@@ -274,17 +284,23 @@ class ExpertCache:
 
     def _abandon(self, record: Record) -> None:
         """Take out a record that never arrived, once no thread writes to its slot."""
-        arrival, record.arrival = record.arrival, None
-        if arrival is not None:
-            arrival.cancel()
-            with suppress(MlxStreamError):  # the request has its own error already
-                arrival.wait()
+        interrupt: KeyboardInterrupt | None = None
+        while record.arrival is not None:
+            record.arrival.cancel()
+            try:
+                with suppress(MlxStreamError):  # the request has its own error already
+                    record.arrival.wait()
+                record.arrival = None
+            except KeyboardInterrupt as error:
+                interrupt = error  # a thread may still write to the slot
         self._arriving.discard(record.key)
         self._guesses.pop(record.key, None)
         if self._records.pop(record.key, None) is not None:
             if not record.guess:
                 self.policy.forget(record.key)
             self._free.append(record.slot)
+        if interrupt is not None:
+            raise interrupt
 
     def _promote(self, record: Record) -> None:
         """A guess that came true is a record like any other."""

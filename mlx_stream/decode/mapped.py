@@ -32,7 +32,6 @@ class MappedExecutor:
         self._backend = backend
         self._cache = cache
         self._store = cache.store
-        self._maps: dict[int, ResidentSlots] = {}
         self._routed: list[tuple[ExpertMlp, mx.array]] = []
         self._missing: list[mx.array] = []
         self.observer: RoutingObserver | None = None
@@ -73,14 +72,14 @@ class MappedExecutor:
         self.begin()
 
     def _slots(self, mlp: ExpertMlp) -> ResidentSlots:
-        layer = mlp.layer.index
-        known = self._maps.get(layer)
+        layer, maps = mlp.layer.index, self._store.maps
+        known = maps.get(layer)
         if self._cache.residency.take_changed(layer) or known is None:
             host = np.full(mlp.layer.num_experts, ABSENT, dtype=np.int32)
             for expert, record in self._cache.layer_records(mlp).items():
                 host[expert] = record.slot
             store = self._store
-            self._maps[layer] = known = ResidentSlots(
+            maps[layer] = known = ResidentSlots(
                 mx.array(host), host, store.planes, store.memory, store.starts
             )
         return known

@@ -15,7 +15,13 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from mlx_stream.backends.base import Backend, ExpertMlp, HostBuffer, PublishedGroup
+from mlx_stream.backends.base import (
+    Backend,
+    ExpertMlp,
+    HostBuffer,
+    PublishedGroup,
+    ResidentSlots,
+)
 from mlx_stream.backends.mlx_ops import DTYPES, StackedPlanes
 from mlx_stream.decode.slots import Record
 from mlx_stream.errors import CapabilityError, MlxStreamError
@@ -35,6 +41,10 @@ class PlanarSlots:
         mlps: the layers that share it.
         slots: how many records.
 
+    Attributes:
+        maps: by layer, where its experts are; kept here since they hold the planes' memory, and go
+            when the planes go.
+
     Raises:
         CapabilityError: the layers' records differ in layout.
     """
@@ -51,12 +61,14 @@ class PlanarSlots:
         self._bounced: deque[_Bounced] = deque()
         self._slots, self._planes = 0, _Planes(self._layer, 0)
         self._free: list[int] = []
+        self.maps: dict[int, ResidentSlots] = {}
         self._grow(slots)
 
     @property
     def overhead_nbytes(self) -> int:
-        """Bytes besides the slots."""
-        return 0 if self._reader.align == 1 else BOUNCES * self._bounce_nbytes
+        """Bytes besides the slots: the planes' last pages, and bounce buffers."""
+        bounces = 0 if self._reader.align == 1 else BOUNCES * self._bounce_nbytes
+        return bounces + len(self._layer.tensors) * PAGE_NBYTES
 
     @property
     def slots(self) -> int:
@@ -133,7 +145,8 @@ class PlanarSlots:
         """New planes; of the records those survive that fit into `spare_nbytes` of copies."""
         if slots == self._slots:
             return live
-        kept = list(live)[-min(slots, spare_nbytes // self.slot_nbytes) :] if spare_nbytes else []
+        room = min(slots, spare_nbytes // self.slot_nbytes)
+        kept = list(live)[max(0, len(live) - room) :]
         keys = [t.key for t in self._layer.tensors]
         copies = [[self._planes.view(k, r.slot).copy() for k in keys] for r in kept]
         self._release()
@@ -157,6 +170,7 @@ class PlanarSlots:
     def _release(self) -> None:
         self._planes, self._slots = _Planes(self._layer, 0), 0
         self._free.clear()
+        self.maps.clear()
         mx.clear_cache()
 
     def _grow(self, slots: int) -> None:
@@ -280,11 +294,9 @@ def one_layout(layers: Sequence[ExpertLayer]) -> ExpertLayer:
 
 def most_slots(layer: ExpertLayer, slots: int) -> int:
     """At most `slots`, few enough for every plane to be an MLX array."""
-    for t in layer.tensors:
-        elements = math.prod(t.shape)
-        if slots * t.nbytes % PAGE_NBYTES and slots * elements > MAX_ELEMENTS:
-            slots = MAX_ELEMENTS // elements
-    return slots
+    elements = max(math.prod(t.shape) for t in layer.tensors)
+    rows_fit = all(slots * t.nbytes % PAGE_NBYTES == 0 for t in layer.tensors)
+    return slots if rows_fit else min(slots, MAX_ELEMENTS // elements)
 
 
 def relocate(read: GroupRead, places: dict[tuple[str, str], int]) -> tuple[ReadOp, ...]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import CacheList, make_prompt_cache, trim_prompt_cache
 
 from mlx_stream.decode.loop import LogitsProcessor, Sampler, Step
 from mlx_stream.errors import CapabilityError
@@ -33,19 +33,21 @@ class Drafter:
     Args:
         model: an mlx-lm model that is all in memory, over the same vocabulary.
         tokens: how many it proposes a round.
+
+    Raises:
+        CapabilityError: its cache cannot be trimmed.
     """
 
     def __init__(self, model: nn.Module, tokens: int) -> None:
         self._model = model
         self.tokens = tokens
         self._cache: list[Any] = make_prompt_cache(model)
+        check_trimmable("draft model", self._cache)
         self._behind: list[int] = []  # accepted tokens that it has not processed
 
     def prefill(self, prompt: Sequence[int]) -> None:
         """Process the prompt; the next proposal follows the token after it."""
         self._cache, self._behind = make_prompt_cache(self._model), []
-        if not can_trim_prompt_cache(self._cache):
-            raise not_trimmable("draft model", self._cache)
         for start in range(0, len(prompt), DRAFT_CHUNK):
             chunk = mx.array([list(prompt[start : start + DRAFT_CHUNK])], dtype=mx.uint32)
             self._model(chunk, cache=self._cache)
@@ -90,8 +92,7 @@ class Rounds:
         sampler: Sampler,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        if not can_trim_prompt_cache(cache):
-            raise not_trimmable("model", cache)
+        check_trimmable("model", cache)
         self._step, self.cache, self._drafter = step, cache, drafter
         self._sampler, self._processors = sampler, processors
         self._history = mx.array(list(prompt), dtype=mx.uint32) if processors else None
@@ -139,12 +140,25 @@ class Rounds:
             self._history = mx.concatenate([self._history, mx.array([token], dtype=mx.uint32)])
 
 
-def not_trimmable(whose: str, cache: list[Any]) -> CapabilityError:
-    """The error for a prompt cache that cannot forget proposals."""
-    kinds = sorted({type(c).__name__ for c in cache if c is not None and not c.is_trimmable()})
-    return CapabilityError(
-        f"speculative decoding needs a prompt cache of the {whose} that can be trimmed",
-        expected="plain KV caches",
-        actual=", ".join(kinds),
-        remedy="leave out --draft-model (and --max-kv-size)",
-    )
+def check_trimmable(whose: str, cache: list[Any]) -> None:
+    """Refuse prompt caches that cannot always forget proposals.
+
+    A rotating cache can be trimmed only until it wraps, which may be in the middle of an answer.
+
+    Raises:
+        CapabilityError: it names the caches that cannot.
+    """
+    kinds = sorted({type(c).__name__ for c in cache if not _always_trimmable(c)})
+    if kinds:
+        raise CapabilityError(
+            f"speculative decoding needs a prompt cache of the {whose} that can be trimmed",
+            expected="plain KV caches",
+            actual=", ".join(kinds),
+            remedy="leave out --draft-model (and --max-kv-size)",
+        )
+
+
+def _always_trimmable(cache: Any) -> bool:
+    if isinstance(cache, CacheList):
+        return all(_always_trimmable(c) for c in cache.caches)
+    return cache is not None and cache.is_trimmable() and not hasattr(cache, "max_size")

@@ -21,7 +21,7 @@ def refused(status: int, headers: Mapping[str, str], file: Path, url: str) -> Ml
     """
     code = headers.get("x-error-code", "")
     actual = f"{_status_text(status)}{f' ({code[:40]})' if code else ''} from {url.split('?')[0]}"
-    model = "/".join(file.parts[:2])
+    model = str(file).split("@")[0]
     if code == "GatedRepo":
         return HubError(
             "The repository is gated: its owner grants access to each user.",
@@ -52,7 +52,7 @@ def refused(status: int, headers: Mapping[str, str], file: Path, url: str) -> Ml
             file=file,
             expected="a model in mlx layout: config.json and model*.safetensors",
             actual=actual,
-            remedy="check the repository's file list; GGUF and adapters cannot be streamed",
+            remedy="check the spelling and the file list; GGUF and adapters cannot be streamed",
         )
     if status == 403:
         remedy = f"check what your token may read, then {LOGIN}"

@@ -20,7 +20,7 @@ from huggingface_hub import constants, get_session, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers
 
-from mlx_stream.errors import HubError, MlxStreamError
+from mlx_stream.errors import MlxStreamError
 from mlx_stream.storage.remote_errors import (
     TRANSIENT,
     bad_answer,
@@ -39,7 +39,8 @@ ATTEMPTS = 3
 BACKOFF_SECONDS = 0.25  # doubled from one attempt to the next
 MAX_WAIT_SECONDS = 10.0  # of what a server may ask for with Retry-After
 DEADLINE_TIMEOUTS = 12  # one request as a whole may take this many timeouts
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
+_NUMBER = re.compile(r"[0-9]{1,19}")
 
 Response = Any  # of httpx or httpx2
 
@@ -101,6 +102,11 @@ class HubFetcher:
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
+    @property
+    def offline(self) -> bool:
+        """Whether HF_HUB_OFFLINE forbids every request."""
+        return bool(constants.HF_HUB_OFFLINE)
+
     def name(self, file: str = "") -> Path:
         """``owner/name@revision/file``: what messages call a file."""
         return Path(f"{self.repo}@{self.revision}") / file
@@ -132,7 +138,7 @@ class HubFetcher:
     @contextmanager
     def _open(self, file: str, headers: dict[str, str]) -> Iterator[Response]:
         """One request, its answer good; network failures inside become typed."""
-        if constants.HF_HUB_OFFLINE:
+        if self.offline:
             raise offline(self.name(file))
         if self._stop.is_set():
             raise unreachable(self.name(file), self.endpoint, "cancelled: another file failed")
@@ -246,18 +252,19 @@ class HubFetcher:
             )
 
 
+def _number(text: str) -> int | None:
+    return int(text) if _NUMBER.fullmatch(text) else None
+
+
 def _length(response: Response) -> int | None:
-    text = response.headers.get("content-length", "")
-    return int(text) if text.isdecimal() else None
+    return _number(response.headers.get("content-length", ""))
 
 
 def _linked_size(response: Response) -> int | None:
     """The file's size as the hub itself states it when it redirects to its storage."""
-    for answer in response.history:
-        text = answer.headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_SIZE, "")
-        if text.isdecimal():
-            return int(text)
-    return None
+    name = constants.HUGGINGFACE_HEADER_X_LINKED_SIZE
+    sizes = (_number(answer.headers.get(name, "")) for answer in response.history)
+    return next((size for size in sizes if size is not None), None)
 
 
 def _commit(response: Response) -> str | None:
@@ -269,8 +276,5 @@ def _commit(response: Response) -> str | None:
 
 
 def _retry_after(response: Response) -> float | None:
-    text = response.headers.get("retry-after", "")
-    return min(float(text), MAX_WAIT_SECONDS) if text.isdecimal() else None
-
-
-__all__ = ["HubError", "HubFetcher", "Piece", "Traffic"]
+    seconds = _number(response.headers.get("retry-after", ""))
+    return None if seconds is None else min(float(seconds), MAX_WAIT_SECONDS)

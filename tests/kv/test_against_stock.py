@@ -197,3 +197,9 @@ def test_the_plan_is_an_upper_bound_of_the_cache(checkpoint, open_engine, kv, to
     layer = engine.plan(tokens).memory.kv // len(cache)
     assert max(held) <= plan.memory.kv + layer
     assert sum(c.nbytes for c in cache) <= plan.memory.kv
+
+
+def test_the_plan_counts_on_quantized_layers_only_where_all_are(checkpoint, open_engine):
+    kv = KvOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=0)
+    assert open_engine(checkpoint("qwen3_moe")).kv.planned(kv) is kv
+    assert open_engine(checkpoint("qwen3_next")).kv.planned(kv) is PLAIN
