@@ -24,7 +24,13 @@ from mlx_stream.backends.base import Backend, ChunkInput, ExpertMlp
 from mlx_stream.backends.selftest import Case, filled_slots, make_bench
 from mlx_stream.experts.deferred import DeferredExpertOutput
 from mlx_stream.experts.streamed_experts import ExecutorSlot, StreamedExperts
-from mlx_stream.planner.machine_profile import COPY, ELEMENTWISE, ComputeRate, MachineProfile
+from mlx_stream.planner.machine_profile import (
+    COPY,
+    ELEMENTWISE,
+    ComputeRate,
+    MachineProfile,
+    attention_format,
+)
 from mlx_stream.planner.model_costs import elementwise_values
 
 PACKED, FLOATS = ("affine", 4, 64), ("none", 0, 0)
@@ -217,7 +223,8 @@ def _attention_arm(backend: Backend, head_dim: int, queries: int, context: int) 
         mx.eval(mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask))
 
     pairs = queries * (context - queries) + queries * (queries + 1) / 2
-    rate = ComputeRate("attention", f"head {head_dim}", queries, (context,), 1.0)
+    name = attention_format(queries, head_dim)
+    rate = ComputeRate("attention", name, queries, (context,), 1.0)
     return _Arm(rate, 4.0 * heads * head_dim * pairs, run)
 
 
@@ -359,7 +366,7 @@ def _elementwise(profile: MachineProfile, shape: BlockShape, block: ComputeRate)
     name = f"affine {PACKED[1]}-bit g{PACKED[2]}"
     known = sum(2.0 * rows * a * b / profile.flops("linear", rows, name, (a, b)) for a, b in linears)
     pairs = rows * (rows + 1) / 2
-    speed = profile.flops("attention", rows, f"head {shape.head_dim}", (rows,))
+    speed = profile.flops("attention", rows, attention_format(rows, shape.head_dim), (rows,))
     known += 4.0 * wide * pairs / speed
     left = max(total - known, LEAST * total)
     return replace(block, flops_per_second=rows * block.size / left)

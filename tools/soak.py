@@ -209,7 +209,7 @@ class Soak:
         engine, rng = runtime.engine, self.random
         if needed is not None and rng.random() < 0.5:
             return engine.change_budget(ROOMY)
-        scratch = engine.plan(1).memory.scratch if needed is None else 0
+        scratch = engine._traits.scratch
         if needed is None:
             least = engine.budget.used - engine.decoder.nbytes + scratch
         else:

@@ -27,6 +27,7 @@ Arms run in rounds, each round in another order; the table shows medians and the
 bypass the page cache where the system allows it, and the granted mode is shown. Random token ids
 are the prompt, so every expert is used.
 """
+WIDTH = 110  # of a table that goes to a file
 DEMO_ORDERS = "layer-major,chunk-major,stock mlx-lm,read only,compute only,decode"
 
 
@@ -96,6 +97,8 @@ def _bench(options: BenchOptions) -> None:
 
     path = resolve_model(options.model, trust_remote_code=options.trust_remote_code)
     console = Console(stderr=options.json)
+    if not console.is_terminal:
+        console = Console(stderr=options.json, width=WIDTH)
     name = options.model or "demo"
     prompt = _prompt(path, max(arm.tokens for arm in arms))
     with open_runner(path, prompt, _forecaster()) as runner, console.status("") as status:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from rich.box import SIMPLE
 from rich.table import Table
 
 from mlx_stream import __version__
-from mlx_stream.bench.arms import CHUNK_MAJOR, LAYER_MAJOR
+from mlx_stream.bench.arms import CHUNK_MAJOR, COMPUTE_ONLY, LAYER_MAJOR, READ_ONLY
 from mlx_stream.bench.results import Result
 from mlx_stream.config import format_bytes
 
@@ -26,45 +27,43 @@ def machine() -> str:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """One row an arm."""
-    shown = Table(title="median of all rounds (fastest - slowest)", title_justify="left")
-    for name, justify in (
-        ("order", "left"),
-        ("tokens", "right"),
-        ("chunk", "right"),
-        ("budget, reads", "left"),
-        ("seconds", "right"),
-        ("tok/s", "right"),
-        ("forecast", "right"),
-        ("read", "right"),
-        ("passes", "right"),
-        ("peak", "right"),
-    ):
-        shown.add_column(name, justify=justify)  # type: ignore[arg-type]
+    """One row an arm; the setting is in the title when all arms share it."""
+    settings = dict.fromkeys(r.arm.setting for r in results)
+    one = f"; budget, reads: {next(iter(settings))}" if len(settings) == 1 else ""
+    shown = Table(title=f"seconds: median of all rounds{one}", title_justify="left", box=SIMPLE)
+    columns = ["order", "tokens", "seconds", "spread", "tok/s", "forecast", "read", "passes"]
+    for name in (*columns, "peak memory"):
+        shown.add_column(name, justify="left" if name == "order" else "right", no_wrap=True)
+    if not one:
+        shown.add_column("budget, reads", no_wrap=True)
+    last = None
     for result in results:
-        shown.add_row(*_row(result))
+        if last is not None and result.arm.tokens != last:
+            shown.add_section()
+        last = result.arm.tokens
+        shown.add_row(*_row(result), *(() if one else (str(result.arm.setting),)))
     return shown
 
 
 def _row(result: Result) -> list[str]:
     arm, run, (low, high) = result.arm, result.first, result.spread
-    forecast = "" if run.forecast_seconds is None else f"{run.forecast_seconds:.2f} s"
-    tokens = f"{arm.tokens}+{arm.new_tokens}" if arm.new_tokens else str(arm.tokens)
-    reads = f"{format_bytes(arm.setting.budget)}, {run.io_mode}"
-    hit = f", {run.hit_rate:.0%} hits" if run.hit_rate is not None else ""
+    order = arm.order
+    if order == CHUNK_MAJOR:
+        order = f"{order}, {arm.chunk} a chunk"
+    if run.hit_rate is not None:
+        order = f"{order}, {run.hit_rate:.0%} hits"
+    speed = result.tokens_per_second
+    halves = arm.order in (READ_ONLY, COMPUTE_ONLY)
     return [
-        arm.order + hit,
-        tokens,
-        str(arm.chunk),
-        reads,
-        f"{result.median:.2f} ({low:.2f}-{high:.2f})",
-        f"{result.tokens_per_second:.0f}"
-        if result.tokens_per_second >= 10
-        else f"{result.tokens_per_second:.2f}",
-        forecast,
-        format_bytes(run.bytes_read),
-        f"{result.passes:.2f}",
-        format_bytes(max(r.peak_bytes for r in result.runs)),
+        order,
+        f"{arm.tokens} +{arm.new_tokens}" if arm.new_tokens else str(arm.tokens),
+        f"{result.median:.2f}",
+        f"{low:.2f}-{high:.2f}",
+        "" if halves else f"{speed:.0f}" if speed >= 10 else f"{speed:.2f}",
+        "" if run.forecast_seconds is None else f"{run.forecast_seconds:.2f}",
+        format_bytes(run.bytes_read) if run.bytes_read else "-",
+        f"{result.passes:.2f}" if run.bytes_read else "-",
+        format_bytes(max(r.peak_bytes for r in result.runs)) if run.peak_bytes else "-",
     ]
 
 

@@ -80,8 +80,7 @@ class Runner:
     def _run(self, arm: Arm) -> Run:
         engine = self._open(arm.setting, arm.chunk)
         before, note = engine.reader.counters, ""
-        hit_rate = None
-        peak = engine.peak_nbytes
+        hit_rate, peak = None, 0
         if arm.order == STOCK:
             self._stock = self._stock or StockModel(self._path)
             seconds = self._stock.prefill(self._prompt[: arm.tokens], arm.chunk)

@@ -23,10 +23,10 @@ from mlx_stream.backends.base import (
     ResidentSlots,
 )
 from mlx_stream.backends.mlx_ops import DTYPES, StackedPlanes
-from mlx_stream.decode.slots import Record
+from mlx_stream.decode.slots import Record, RecordPlans
 from mlx_stream.errors import CapabilityError, MlxStreamError
 from mlx_stream.storage.expert_index import ExpertLayer, ExpertTensor
-from mlx_stream.storage.read_plan import GroupRead, Plane, ReadOp, layer_slot_capacity, plan_group
+from mlx_stream.storage.read_plan import GroupRead, Plane, ReadOp, layer_slot_capacity
 from mlx_stream.storage.reader import Reader, Ticket
 
 PAGE_NBYTES = 16384
@@ -53,6 +53,7 @@ class PlanarSlots:
         self, backend: Backend, reader: Reader, mlps: Sequence[ExpertMlp], slots: int
     ) -> None:
         self._backend, self._reader = backend, reader
+        self._plans = RecordPlans(reader)
         self._layer = one_layout([m.layer for m in mlps])
         self.slot_nbytes = self._layer.expert_nbytes
         self._bounce_nbytes = max(layer_slot_capacity(m.layer, 1, reader.align) for m in mlps)
@@ -100,9 +101,7 @@ class PlanarSlots:
 
     def start_read(self, mlp: ExpertMlp, expert: int, slot: int) -> Record:
         """Into the planes, or through a bounce buffer where O_DIRECT wants alignment."""
-        read = plan_group(
-            mlp.layer, (expert,), align=self._reader.align, file_sizes=self._reader.file_sizes
-        )
+        read = self._plans.plan(mlp, expert)
         key = (mlp.layer.index, expert)
         if self._reader.align == 1:
             moved = relocate(read, self._planes.offsets(slot))

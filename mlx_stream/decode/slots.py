@@ -7,6 +7,7 @@ map on the device can stand for the router's choice.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from mlx_stream.storage.reader import Reader
 
 Key = tuple[int, int]
 COPY_ALIGN = 64
+KEPT_PLANS = 2048  # about 6 KB each
 
 
 class Arrival(Protocol):
@@ -97,6 +99,28 @@ class SlotStore(Protocol):
         """Give all memory back."""
 
 
+class RecordPlans:
+    """Plans of single experts' reads; making one takes a third of the time of its read."""
+
+    def __init__(self, reader: Reader, kept: int = KEPT_PLANS) -> None:
+        self._reader, self._kept = reader, kept
+        self._plans: OrderedDict[Key, GroupRead] = OrderedDict()
+
+    def plan(self, mlp: ExpertMlp, expert: int) -> GroupRead:
+        """The read of one expert of one layer."""
+        key = (mlp.layer.index, expert)
+        read = self._plans.get(key)
+        if read is not None:
+            self._plans.move_to_end(key)
+            return read
+        reader = self._reader
+        read = plan_group(mlp.layer, (expert,), align=reader.align, file_sizes=reader.file_sizes)
+        self._plans[key] = read
+        if len(self._plans) > self._kept:
+            self._plans.popitem(last=False)
+        return read
+
+
 class RecordSlots:
     """Every slot is a buffer of its own, allocated when it is first needed."""
 
@@ -104,6 +128,7 @@ class RecordSlots:
 
     def __init__(self, backend: Backend, reader: Reader, slot_nbytes: int) -> None:
         self._backend, self._reader = backend, reader
+        self._plans = RecordPlans(reader)
         self.slot_nbytes = slot_nbytes
 
     def take(self) -> HostBuffer:
@@ -116,9 +141,7 @@ class RecordSlots:
 
     def start_read(self, mlp: ExpertMlp, expert: int, slot: HostBuffer) -> Record:
         """Straight from the file into the slot."""
-        read = plan_group(
-            mlp.layer, (expert,), align=self._reader.align, file_sizes=self._reader.file_sizes
-        )
+        read = self._plans.plan(mlp, expert)
         published = self._backend.publish(mlp, read, slot)
         ticket = self._reader.submit(read.ops, slot.array)
         key = (mlp.layer.index, expert)

@@ -21,7 +21,7 @@ from mlx_stream.storage.read_probe import ReadRate
 
 VERSION = 1
 KINDS = ("experts", "linear", "attention", "overhead")
-ELEMENTWISE, COPY, LAYER = "elementwise", "copy", "layer"  # formats of kind "overhead"
+ELEMENTWISE, COPY = "elementwise", "copy"  # formats of kind "overhead"
 READER_DEPTH = 4  # the reader's threads, unless told otherwise
 
 __all__ = ["ComputeRate", "MachineProfile", "ProfileError", "ReadRate", "default_profile_path"]
@@ -37,7 +37,7 @@ class ComputeRate:
 
     Attributes:
         kind: one of KINDS.
-        format: a QuantSpec's name; ``"head 128"`` for attention; ELEMENTWISE, COPY or LAYER.
+        format: a QuantSpec's name; of `attention_format`; ELEMENTWISE or COPY.
         rows: rows per expert, or tokens of a chunk.
         dims: ``(in, out)`` of a linear layer, ``(D, F)`` of an expert, ``(context,)``.
         flops_per_second: the median.
@@ -190,6 +190,11 @@ def load_default() -> MachineProfile | None:
     """
     path = default_profile_path()
     return MachineProfile.load(path) if path.exists() else None
+
+
+def attention_format(queries: int, head_dim: int) -> str:
+    """``"head 128"``; ``"token 128"`` for single queries, which take another path."""
+    return f"{'token' if queries == 1 else 'head'} {head_dim}"
 
 
 def nearest_format(format: str, known: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from tests.prefill.running import (
 )
 from tests.support.checkpoints import random_tokens, stock_prefill
 
-__all__ = ["answer", "covering", "hold", "records", "settled_answer", "check_slots", "token_set"]
+__all__ = ["answer", "check_slots", "covering", "hold", "records", "settled_answer", "token_set"]
 
 Row = dict[str, Any]
 

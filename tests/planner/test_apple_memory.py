@@ -1,7 +1,7 @@
 """Apple's working set: figures from public logs, the wired limit, monotonicity."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_stream.config import ConfigError
@@ -35,6 +35,7 @@ def test_the_command_asks_for_what_is_needed_and_no_more():
     assert (too_much.fits, too_much.possible, too_much.command) == (False, False, None)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1024 * GIB), st.integers(0, 1024 * GIB), st.integers(0, 64 * GIB))
 def test_limits_hold(memory, needed, reserve):
     limit = wired_limit(memory, needed, reserve=reserve)

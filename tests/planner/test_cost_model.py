@@ -1,7 +1,7 @@
 """The cost of a streamed prefill: published examples, closed forms against sums, limits."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_stream.config import ConfigError
@@ -71,12 +71,14 @@ def test_published_prefill_rates(thousands, published):
     assert time.bound == ("read" if thousands <= 32 else "compute")
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(0, 60), st.none() | st.integers(1, 80))
 def test_causal_pairs_equal_the_sum_over_queries(new, past, window):
     seen = [past + i + 1 for i in range(new)]
     assert causal_pairs(new, past, window) == sum(min(n, window or n) for n in seen)
 
 
+@settings(deadline=None)
 @given(tokens, tokens, st.none() | st.integers(1, 100_000))
 def test_two_prompts_after_each_other_are_one(first, second, window):
     both = causal_pairs(first, 0, window) + causal_pairs(second, first, window)
@@ -91,6 +93,7 @@ def test_attention_flops_count_scores_and_values():
     assert (time.linear_seconds, time.attention_seconds) == (4, 10 * 72 / 9)
 
 
+@settings(deadline=None)
 @given(seconds, seconds, st.integers(1, 10_000))
 def test_overlap_lies_between_max_and_sum(read, compute, groups):
     time = PrefillTime(100, read, compute)
@@ -103,6 +106,7 @@ def test_overlap_lies_between_max_and_sum(read, compute, groups):
     assert time.exposed_read_seconds == pytest.approx(max(0, read - compute), abs=1e-9 * most)
 
 
+@settings(deadline=None)
 @given(nbytes, works(), tokens, rates)
 def test_longer_prompts_take_longer_and_are_no_slower_per_token_while_reads_bound(
     size, work, count, machine
@@ -115,6 +119,7 @@ def test_longer_prompts_take_longer_and_are_no_slower_per_token_while_reads_boun
         assert two.tokens_per_second == pytest.approx(2 * one.tokens_per_second)
 
 
+@settings(deadline=None)
 @given(nbytes, works(), tokens, rates, st.floats(1, 10))
 def test_a_faster_machine_is_never_slower(size, work, count, machine, factor):
     base = prefill_time(size, work, count, machine).overlapped_seconds
@@ -125,6 +130,7 @@ def test_a_faster_machine_is_never_slower(size, work, count, machine, factor):
         assert prefill_time(size, work, count, faster).overlapped_seconds <= base
 
 
+@settings(deadline=None)
 @given(nbytes, works(), rates, st.integers(1, 4))
 def test_at_break_even_compute_takes_as_long_as_reads(size, work, machine, segments):
     found = break_even(size, work, machine, segments=segments)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_stream.config import ConfigError
@@ -32,6 +32,7 @@ def test_worked_example():
     assert hit_rate_needed(10, 14e9, routed) == pytest.approx(1 - 14 / 36)
 
 
+@settings(deadline=None)
 @given(rate, rate, st.floats(0, 0.999), share)
 def test_speed_grows_with_the_hit_rate_from_no_cache_to_infinity(bandwidth, routed, hit, more):
     base = cached_tokens_per_second(bandwidth, routed, hit)
@@ -43,6 +44,7 @@ def test_speed_grows_with_the_hit_rate_from_no_cache_to_infinity(bandwidth, rout
     ) == (pytest.approx(base, rel=1e-6))
 
 
+@settings(deadline=None)
 @given(rate, rate, rate, st.floats(0, 1e12), share)
 def test_overlap_lies_between_serial_and_twice_serial(ssd, memory, routed, dense, hit):
     found = decode_bound(
@@ -58,6 +60,7 @@ def test_overlap_lies_between_serial_and_twice_serial(ssd, memory, routed, dense
     assert found.bound == ("storage" if found.storage < found.memory else "memory")
 
 
+@settings(deadline=None)
 @given(st.integers(2, 256), st.floats(0, 2), st.data())
 def test_skew_helps_a_cache_of_the_hottest(experts, exponent, data):
     top_k = data.draw(st.integers(1, experts))

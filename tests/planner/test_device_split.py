@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_stream.config import ConfigError
@@ -37,6 +37,7 @@ def test_published_break_even_of_two_devices(ssds, published):
     assert round(found.optimistic / 1e3) == published
 
 
+@settings(deadline=None)
 @given(st.floats(1e9, 1e12), st.integers(1, 10**6))
 def test_the_four_cases(nbytes, tokens):
     one, wide, fast, both = scale_cases(nbytes, WORK, tokens, ONE)
@@ -60,6 +61,7 @@ def test_attention_scales_with_the_devices():
     assert rates == Rates(5, 8, 12)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 512), SPEEDS)
 def test_every_expert_has_one_device(experts, speeds):
     counts = split_experts(experts, speeds)
@@ -83,6 +85,7 @@ def test_devices_used_equal_a_full_count():
         assert expected_devices_used((3, 2, 1), top_k) == pytest.approx(mean)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 128), min_size=1, max_size=6), st.data())
 def test_a_split_adds_activations_only(counts, data):
     top_k = data.draw(st.integers(0, sum(counts)))

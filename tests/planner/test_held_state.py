@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_stream.hub import resolve_model
 from mlx_stream.planner.held_state import (
     held_state,
     held_vectors_bytes,
@@ -34,8 +35,6 @@ SHAPE = ModelShape(
 
 
 def test_held_bytes_are_those_of_the_plan():
-    from mlx_stream.hub import resolve_model
-
     checkpoint = open_checkpoint(resolve_model(None))
     shape = model_shape(checkpoint.config, build_expert_index(checkpoint))
     for itemsize in (2, 4):
@@ -65,6 +64,7 @@ def test_about_one_gigabyte_at_32k_tokens():
     assert held_state(SHAPE, 32_768, 2).total == pytest.approx(1.2e9, rel=0.05)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 200))
 def test_evicting_keeps_two_layers_and_costs_traffic(tokens, layers):
     kv = kv_state(replace(SHAPE, layers=layers), tokens, 2)
@@ -76,6 +76,7 @@ def test_evicting_keeps_two_layers_and_costs_traffic(tokens, layers):
     assert kv.traffic(decodes_after=True) == 2 * kv.kept
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**12), st.booleans(), st.booleans())
 def test_the_longest_prompt_is_the_longest(memory, masks, keep):
     shape = replace(SHAPE, full_masks=masks)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_stream.config import ConfigError
@@ -34,6 +34,7 @@ def test_worked_example():
     assert tokens_per_second_by_iops(TABLES, 400, hit_rate=1) == math.inf
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20_000), st.sampled_from([512, 4096, 16384]))
 def test_blocks_of_a_row_equal_a_count_over_rows(row, block):
     rows = block // math.gcd(row, block)  # after so many the pattern repeats
@@ -43,6 +44,7 @@ def test_blocks_of_a_row_equal_a_count_over_rows(row, block):
     assert tables.blocks_per_read(block) == pytest.approx(counted)
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1), st.floats(0, 1), share)
 def test_exposed_latency_is_what_compute_does_not_hide(compute, batch, hidden):
     seconds = token_seconds(compute, batch, hidden)
@@ -53,6 +55,7 @@ def test_exposed_latency_is_what_compute_does_not_hide(compute, batch, hidden):
     assert exposed_seconds(batch, batch + compute) == 0
 
 
+@settings(deadline=None)
 @given(st.floats(0, 1e4), share, share)
 def test_demand_falls_with_hits(speed, hit, more):
     one = lookup_demand(TABLES, speed, hit_rate=hit)
@@ -70,6 +73,7 @@ def test_harmonic_numbers_equal_the_sum(terms, exponent):
     assert harmonic(terms, exponent) == pytest.approx(expected, rel=1e-12)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**10), exponents, st.data())
 def test_coverage_grows_with_the_cache_and_beats_uniform(rows, exponent, data):
     cached = data.draw(st.integers(0, rows))

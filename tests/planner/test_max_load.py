@@ -102,6 +102,7 @@ def test_limits_and_monotonicity(requests, units):
     assert chances[-1] == 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_every_unit_has_one_channel(units, channels):
     sizes = channel_sizes(units, channels)

@@ -1,7 +1,7 @@
 """Placement tables: conservation of bytes, the budget, and Apple's limit on top."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_stream.config import ConfigError
@@ -27,6 +27,7 @@ EXAMPLE = ModelParts(
 )
 
 
+@settings(deadline=None)
 @given(models, st.data())
 def test_nothing_is_lost_or_counted_twice(parts, data):
     cache = data.draw(st.integers(0, parts.experts))
@@ -39,6 +40,7 @@ def test_nothing_is_lost_or_counted_twice(parts, data):
     assert table.total(Place.RESIDENT) == parts.dense
 
 
+@settings(deadline=None)
 @given(models, sizes)
 def test_the_expert_cache_takes_what_is_left(parts, budget):
     cache = largest_expert_cache(parts, budget)

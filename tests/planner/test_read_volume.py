@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_stream.config import ConfigError
@@ -34,6 +34,7 @@ def test_chunk_major_reads_once_per_chunk_and_layer_major_once():
     assert read_volume(1000, 512, W, segment_tokens=300).layer_major == 4 * W
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**6), st.integers(1, 10**5), st.integers(1, 10**6))
 def test_layer_major_never_reads_more_when_its_segments_are_no_shorter(tokens, chunk, segment):
     volume = read_volume(tokens, chunk, W, segment_tokens=max(chunk, segment))
@@ -50,6 +51,7 @@ def test_published_unused_experts(tokens, published):
     assert round(found, 0 if tokens == 64 else 1) == published
 
 
+@settings(deadline=None)
 @given(st.integers(1, 512), st.data())
 def test_unused_experts_shrink_with_tokens_and_top_k(experts, data):
     top_k = data.draw(st.integers(0, experts))
@@ -85,6 +87,7 @@ def test_skewed_routing_agrees_with_random_picks_by_weight(exponent):
     assert expected_unused_skewed(chances, tokens) == pytest.approx(unused, rel=0.1)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 300), st.floats(0, 2), st.data())
 def test_chances_sum_to_top_k_and_skew_leaves_more_unused(experts, exponent, data):
     top_k = data.draw(st.integers(1, experts))
@@ -99,6 +102,7 @@ def test_chances_sum_to_top_k_and_skew_leaves_more_unused(experts, exponent, dat
     assert expected_unused_skewed(flat, tokens) == pytest.approx(uniform, rel=1e-6, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**5), st.integers(1, 4096))
 def test_reading_used_experts_only_saves_little_with_large_chunks(tokens, chunk):
     found = used_chunk_major_bytes(tokens, chunk, W, experts=256, top_k=6)
@@ -107,6 +111,7 @@ def test_reading_used_experts_only_saves_little_with_large_chunks(tokens, chunk)
         assert found >= 0.99 * (tokens // chunk) * W
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**8), st.integers(1, 512), st.integers(1, 10**9), st.integers(1, 2**20))
 def test_bundles_cover_a_layer_and_their_buffers_fit(expert, experts, memory, align):
     count = experts_per_bundle(expert, experts, target_nbytes=48 << 20, memory_nbytes=memory)

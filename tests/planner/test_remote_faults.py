@@ -250,19 +250,12 @@ def changed(hub, tmp_path) -> Callable[..., str]:
     return change
 
 
-def test_a_header_bomb_is_not_fetched(hub, shard, changed):
-    for length in (2**63, 90_000_000, 2**64 - 1):
-        hub.folder = hub.folder.parent / "checkpoint" if length == 2**63 else hub.folder
-        path = hub.folder / shard
-        data = struct.pack("<Q", length) + path.read_bytes()[8:]
-        if length == 2**63:
-            changed(shard, data)
-        else:
-            path.write_bytes(data)
-        hub.sent.clear()
-        with pytest.raises(HeaderError, match="header length"):
-            open_headers(REPO)
-        assert hub.bytes_of(shard) <= 65536
+@pytest.mark.parametrize("length", [0, 90_000_000, 2**63, 2**64 - 1])
+def test_a_header_bomb_is_not_fetched(hub, shard, changed, length):
+    changed(shard, struct.pack("<Q", length) + (hub.folder / shard).read_bytes()[8:])
+    with pytest.raises(HeaderError, match="header length"):
+        open_headers(REPO)
+    assert hub.bytes_of(shard) <= 65536
 
 
 def test_a_long_header_in_a_large_file_is_not_fetched(hub, shard, changed):

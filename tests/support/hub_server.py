@@ -128,7 +128,7 @@ class Answer(BaseHTTPRequestHandler):
         """206 with bytes [begin, end)."""
         size = self.path_on_disk.stat().st_size
         end = min(end, size)
-        stated = content_range or f"bytes {begin}-{end - 1}/{size}"
+        stated = f"bytes {begin}-{end - 1}/{size}" if content_range is None else content_range
         self.head(206, {"Content-Length": str(end - begin), "Content-Range": stated})
         self.body(begin, end)
 
