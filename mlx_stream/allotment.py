@@ -56,11 +56,16 @@ class Allotment:
         """
         memory = plan.memory
         self._budget.release("kv cache")  # first: the cache may have been planned into its place
-        self.resize_cache(memory.expert_cache)
+        if not self._about_right(memory.expert_cache):
+            self.resize_cache(memory.expert_cache)
         self._budget.reserve("kv cache", memory.kv)
         self._budget.reserve(
             "prefill", memory.staging + memory.held + memory.transient + memory.scratch
         )
+
+    def _about_right(self, nbytes: int) -> bool:
+        """Stacked slots are left alone if they need not change: resizing empties them."""
+        return self._decoder.plan.stacked and nbytes // 2 <= self._decoder.nbytes <= nbytes
 
     def settle(self) -> None:
         """Prefill's memory is free again: the expert cache may grow into it during decode."""
@@ -120,6 +125,10 @@ class Allotment:
 
     def resize_cache(self, nbytes: int) -> None:
         """The cache holds at most `nbytes` (never less than one record) from now on."""
+        before, after = self._decoder.nbytes, self._decoder.nbytes_for(nbytes)
+        # Asked for before it is allocated, given back after it is freed.
+        if after > before:
+            self._budget.reserve("expert cache", after - before)
         self._decoder.resize(nbytes)
-        self._budget.release("expert cache")
-        self._budget.reserve("expert cache", self._decoder.nbytes)
+        if after < before:
+            self._budget.release("expert cache", before - after)

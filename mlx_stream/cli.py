@@ -16,6 +16,7 @@ from mlx_stream.chat import chat
 from mlx_stream.config import format_bytes
 from mlx_stream.doctor import doctor
 from mlx_stream.generate import generate
+from mlx_stream.probe_command import probe
 from mlx_stream.terminal import run_command
 from mlx_stream.trace_command import trace
 
@@ -49,6 +50,7 @@ cli.add_command(cache_prompt)
 cli.add_command(doctor)
 cli.add_command(bench)
 cli.add_command(trace)
+cli.add_command(probe)
 
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,8 +1,7 @@
 """The engine: assembles a streamed model with its reader, budget and expert cache.
 
-Owns the model's resident weights, the reader's files and threads, and the expert cache. Prompts
-come in as token ids and leave as logits and a prompt cache; text is runtime.py's. Used from one
-thread.
+Owns all of them. Prompts come in as token ids and leave as logits and a prompt cache; text is
+runtime.py's. Used from one thread.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ from mlx_stream.config import StreamConfig
 from mlx_stream.decode.decoder import Decoder, StreamedModel
 from mlx_stream.decode.metrics import DecodeMetrics
 from mlx_stream.decode.options import DecodeOptions
-from mlx_stream.decode.speculative import Drafter, Drawn, check_trimmable
+from mlx_stream.decode.speculative import Drafter, Drawn
 from mlx_stream.decoding import GuardedDecode
-from mlx_stream.errors import CapabilityError, MlxStreamError
+from mlx_stream.drafting import check_can_draft, open_drafter
+from mlx_stream.errors import MlxStreamError
 from mlx_stream.experts.staging import StagingRing
 from mlx_stream.experts.streamed_experts import set_executor
 from mlx_stream.kv.caches import KvSupport, settle
 from mlx_stream.kv.options import PLAIN, KvOptions
-from mlx_stream.loader import load_draft_model, load_streamed_model, load_tokenizer_if_any
+from mlx_stream.loader import load_streamed_model, load_tokenizer_if_any
 from mlx_stream.plan_runner import PlanRunner
-from mlx_stream.planner.fit import Traits, plan_prefill
+from mlx_stream.planner.fit import plan_prefill
 from mlx_stream.planner.free_memory import default_budget
 from mlx_stream.prefill.cache_views import CacheSnapshot, cache_offset, check_prompt_cache
 from mlx_stream.prefill.receipts import PrefillResult
@@ -51,6 +51,7 @@ __all__ = ["Engine", "PrefillResult", "Progress"]
 
 Progress = Callable[[PrefillProgress], None]
 DECODE_RESERVE_TOKENS = 256
+CACHED_TOKENS = 32  # a turn up to this long runs from the expert cache, as decode does
 
 
 class Engine:
@@ -96,8 +97,15 @@ class Engine:
         )
         self._closers.append(self.reader.close)
         self.kv = KvSupport(self.model, self._loaded.slot, self.backend.compute_scope)
-        self._traits = self._make_traits()
+        self._traits = self._loaded.traits(
+            scratch=self.backend.scratch_nbytes(self._mlps),
+            align=self.reader.align,
+            decode_tokens=DECODE_RESERVE_TOKENS,
+            union_tokens=self.config.union_tokens,
+        )
         self.decoder = self._make_decoder()
+        overhead = self.decoder.cache.store.overhead_nbytes
+        self._traits = replace(self._traits, cache_overhead=overhead)
         self._closers.append(self.decoder.close)
         asked = self.config.memory_budget is not None
         self._allotment = Allotment(self.budget, self.decoder, self._traits.scratch, asked=asked)
@@ -113,17 +121,6 @@ class Engine:
         set_executor(self._loaded.slot, self.decoder.exact)
         self.tokenizer = load_tokenizer_if_any(
             self.path, self._loaded.config, self.config.trust_remote_code
-        )
-
-    def _make_traits(self) -> Traits:
-        return Traits(
-            itemsize=self._loaded.dtype.size,
-            resident=self._loaded.resident_nbytes,
-            scratch=self.backend.scratch_nbytes(self._mlps),
-            align=self.reader.align,
-            combined=self._loaded.combined_layers == len(self._mlps),
-            decode_tokens=DECODE_RESERVE_TOKENS,
-            union_tokens=self.config.union_tokens,
         )
 
     def _make_decoder(self) -> Decoder:
@@ -188,7 +185,10 @@ class Engine:
         self.reader.check_unchanged()
         if cache is not None:
             check_prompt_cache(cache, make_prompt_cache(self.model))
-        plan = self.plan(len(ids), past_tokens=cache_offset(cache), kv=kv)
+        past = cache_offset(cache)
+        plan = self.plan(len(ids), past_tokens=past, kv=kv)
+        if past and len(ids) <= CACHED_TOKENS and len(self.decoder.cache) > 1:
+            plan = replace(plan, mode="cached")
         cache = self.kv.prepare(cache, kv)
         snapshot = CacheSnapshot(cache)
         try:
@@ -243,8 +243,7 @@ class Engine:
     ) -> Generator[tuple[int, mx.array], None, None]:
         """Yield ``(token, logprobs [V])`` without end; see :meth:`GuardedDecode.tokens`.
 
-        A step that fails leaves the cache as it was before that step. When the caller stops, the
-        last receipt says what the tokens cost.
+        When the caller stops, the last receipt says what the tokens cost.
         """
         return self._guarded.tokens(result, prompt, **options)
 
@@ -266,24 +265,19 @@ class Engine:
             CapabilityError: the model, the draft or the decode path cannot verify several tokens
                 and forget some of them; nothing was loaded.
         """
-        check_trimmable("model", make_prompt_cache(self.model))
-        if self.decoder.plan.path == "whole-layer":
-            raise CapabilityError(
-                "the whole-layer path answers for the last token only",
-                expected="--decode-path auto, exact, hot or staged",
-                actual="--decode-path whole-layer",
-                remedy="leave out --draft-model, or the decode path",
-            )
+        check_can_draft(self.model, self.decoder.plan)
         self._allotment.make_room_for_draft()
-        draft = load_draft_model(
+        self._drafter, undo = open_drafter(
             path,
+            tokens,
             self.backend,
             self.budget,
             vocab=self._shape.vocab,
             trust_remote_code=self.config.trust_remote_code,
         )
-        self._closers.insert(1, self.backend.prepare_model(draft, self._shape.vocab))
-        self._drafter = Drafter(draft, tokens)
+        self._closers.insert(1, undo)
+        resident = self._loaded.resident_nbytes + self.budget.owner("draft model")
+        self._traits = replace(self._traits, resident=resident)
 
     @property
     def drafts(self) -> bool:

@@ -51,6 +51,18 @@ class LoadedModel:
     dtype: mx.Dtype
     shape: ModelShape
 
+    def traits(self, *, scratch: int, align: int, decode_tokens: int, union_tokens: int) -> Traits:
+        """What planning must know besides the checkpoint."""
+        return Traits(
+            itemsize=self.dtype.size,
+            resident=self.resident_nbytes,
+            scratch=scratch,
+            align=align,
+            combined=self.combined_layers == len(self.streamed),
+            decode_tokens=decode_tokens,
+            union_tokens=union_tokens,
+        )
+
 
 def load_streamed_model(
     index: ExpertIndex,

@@ -14,7 +14,7 @@ from mlx_stream.budget import MemoryBudget
 from mlx_stream.decode.decoder import Decoder
 from mlx_stream.experts.staging import StagingRing
 from mlx_stream.loader import LoadedModel
-from mlx_stream.prefill.layer_major import LayerMajorPrefill
+from mlx_stream.prefill.layer_major import LayerMajorPrefill, PrefillCounts
 from mlx_stream.prefill.receipts import make_receipt
 from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress
 from mlx_stream.storage.reader import Reader
@@ -49,6 +49,8 @@ class PlanRunner:
         Args:
             ring: staging to use, and to close, instead of the plan's own.
         """
+        if plan.mode == "cached":
+            return self._run_cached(plan, ids, cache)
         started, before = time.perf_counter(), self._reader.counters
         mx.reset_peak_memory()
         seeder = self._decoder.make_seeder()
@@ -82,4 +84,41 @@ class PlanRunner:
             io_mode=self._reader.io_mode,
             cached_experts=seeder.kept,
             weighted_layers=self._loaded.combined_layers,
+        )
+
+    def _run_cached(
+        self, plan: PrefillPlan, ids: np.ndarray, cache: list[Any]
+    ) -> tuple[mx.array, Receipt]:
+        """A few tokens at once as decode computes them: only what is not cached is read."""
+        started, before = time.perf_counter(), self._reader.counters
+        mx.reset_peak_memory()
+        exact, counts = self._decoder.exact, PrefillCounts()
+        exact.counts.reset()
+        observer, mlps = exact.observer, {s.mlp.layer.index: s.mlp for s in self._loaded.streamed}
+
+        def note(layer: int, routed: np.ndarray, prefill: bool) -> None:
+            counts.add(mlps[layer], np.unique(routed))
+            if observer is not None:
+                observer(layer, routed, True)
+
+        exact.observer = note
+        try:
+            with self._backend.compute_scope():
+                logits = self._loaded.model(mx.array(ids[None]), cache=cache)[0, -1]
+                mx.eval(logits)
+            exact.finish_step()
+        finally:
+            exact.observer = observer
+        counts.stall_seconds = exact.counts.stall_seconds
+        return logits, make_receipt(
+            plan,
+            counts,
+            self._backend,
+            (before, self._reader.counters),
+            wall_seconds=time.perf_counter() - started,
+            peak_bytes=self._backend.memory().peak,
+            budget_bytes=self._budget.total,
+            io_mode=self._reader.io_mode,
+            cached_experts=0,
+            weighted_layers=0,
         )

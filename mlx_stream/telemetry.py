@@ -19,7 +19,8 @@ class Receipt:
         prompt_tokens: tokens prefilled.
         segments: expert passes over the prompt; 1 when the held state fitted the budget.
         chunk_tokens: tokens in one attention chunk, as used.
-        mode: ``"stream"`` (all experts, in file order) or ``"union"`` (routed experts only).
+        mode: ``"stream"`` (all experts, in file order), ``"union"`` (routed experts only) or
+            ``"cached"`` (a short turn: routed experts that the decode cache has not).
         bytes_read: bytes returned by the operating system for expert reads, padding included.
         distinct_expert_bytes: bytes of the distinct experts that at least one token used.
         read_amplification: bytes_read / distinct_expert_bytes.

@@ -116,13 +116,18 @@ def test_turns_equal_stock_on_the_whole_history(checkpoint, stock, open_runtime,
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next"])
-@pytest.mark.parametrize("mode", ["union", "stream"])
-def test_long_and_short_turns_take_their_paths(checkpoint, open_runtime, monkeypatch, name, mode):
+@pytest.mark.parametrize(("size", "mode"), [(12, "cached"), (100, "union"), (600, "stream")])
+def test_long_and_short_turns_take_their_paths(checkpoint, open_runtime, name, size, mode):
     runtime = open_runtime(checkpoint(name))
     talk = runtime.chat()
     talk.ask([1, 2, 3], 2)
-    talk.ask(random_tokens(160, 600 if mode == "stream" else 12), 1)
-    assert runtime.last_receipt.mode == mode
+    talk.ask(random_tokens(160, size), 1)
+    receipt = runtime.last_receipt
+    assert receipt.mode == mode
+    if mode == "cached":
+        assert receipt.bytes_read < receipt.distinct_expert_bytes, "some experts were cached"
+    else:
+        assert receipt.bytes_read >= receipt.distinct_expert_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)

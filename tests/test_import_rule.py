@@ -27,7 +27,16 @@ PLANNER = {"errors", "config", "storage", "hub", "prefill.schedule", "kv.options
 KV = SIBLINGS | {"prefill.cache_views"}
 RUNTIME = EXPERTS | {"prefill", "decode", "kv", "planner", "loader", "hub", "prompts"}
 FLAGS = {"sampling", "decode_flags", "kv_flags"}
-COMMANDS = {"bench", "generate", "chat", "cache_prompt", "doctor", "trace_command", "cli"}
+COMMANDS = {
+    "bench",
+    "generate",
+    "chat",
+    "cache_prompt",
+    "doctor",
+    "trace_command",
+    "probe_command",
+    "cli",
+}
 TOP = RUNTIME | FLAGS | COMMANDS | {"engine", "runtime", "terminal"}
 ALLOWED = {
     "errors": set(),
@@ -49,7 +58,8 @@ ALLOWED = {
     "allotment": RUNTIME,
     "decoding": RUNTIME | {"allotment"},
     "plan_runner": RUNTIME,
-    "engine": RUNTIME | {"allotment", "decoding", "plan_runner"},
+    "drafting": RUNTIME,
+    "engine": RUNTIME | {"allotment", "decoding", "drafting", "plan_runner"},
     "prompt_caches": RUNTIME | {"engine"},
     "conversation": RUNTIME | {"engine", "prompt_caches"},
     "runtime": RUNTIME | {"engine", "prompt_caches", "conversation"},
@@ -58,12 +68,16 @@ ALLOWED = {
     "terminal": BASE | {"prefill.schedule"},
     "kv_flags": RUNTIME | {"engine", "runtime", "decode_flags"},
     "continuation": RUNTIME | {"engine", "runtime"},
-    "bench": TOP,
+    "bench": TOP | {""},
     "generate": TOP | {"continuation"},
     "chat": TOP | {"conversation"},
     "cache_prompt": TOP | {"continuation"},
     "doctor": TOP,
     "trace_command": TOP,
+    "probe_arms": BASE | {"planner"},
+    "block_probe": EXPERTS | {"planner", "probe_arms"},
+    "compute_probe": EXPERTS | {"planner", "probe_arms", "block_probe"},
+    "probe_command": TOP | {"compute_probe"},
     "cli": TOP | {""},
     "__main__": TOP,
     "": set(),  # mlx_stream/__init__.py: lazy exports only

@@ -58,7 +58,7 @@ TALK_SHARE = 0.35  # of the answers
 SLOW_TOKENS = 6  # a token of the whole-layer path costs a pass over the file
 ROOMY = 1 << 30
 WARM_SHARE, WARM_SECONDS = 0.25, 300.0  # of the run, at least; a shorter run has no slope
-RSS_PER_HOUR, RSS_GROWTH = 30.0, 40.0  # MB; allowed slope and end minus warm
+RSS_PER_HOUR, RSS_GROWTH = 40.0, 15.0  # MB; both the slope and end minus warm must be above
 MOST_ERRORS = 5
 SETTLE_SECONDS = 2.0  # threads of a closed engine may take a moment to go
 

@@ -135,6 +135,11 @@ class Decoder:
         """Bytes that the cache may come to hold."""
         return self.cache.capacity * self.cache.slot_nbytes + self.cache.store.overhead_nbytes
 
+    def nbytes_for(self, nbytes: int) -> int:
+        """What :attr:`nbytes` would be after a resize to `nbytes`."""
+        store = self.cache.store
+        return self.capacity_for(nbytes) * store.slot_nbytes + store.overhead_nbytes
+
     def capacity_for(self, nbytes: int) -> int:
         """Records that fit into `nbytes`; at least one, at most all."""
         spare = nbytes - self.cache.store.overhead_nbytes

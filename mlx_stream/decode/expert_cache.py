@@ -15,7 +15,7 @@ from contextlib import suppress
 from mlx_stream.backends.base import ExpertMlp, HostBuffer, PublishedGroup
 from mlx_stream.decode.policy import EvictionPolicy
 from mlx_stream.decode.residency import Residency
-from mlx_stream.decode.slots import Key, Record, SlotStore
+from mlx_stream.decode.slots import Key, Record, SlotStore, stop_arrival
 from mlx_stream.decode.step_counts import CacheCounts
 from mlx_stream.errors import MlxStreamError
 from mlx_stream.storage.read_plan import GroupRead
@@ -284,15 +284,7 @@ class ExpertCache:
 
     def _abandon(self, record: Record) -> None:
         """Take out a record that never arrived, once no thread writes to its slot."""
-        interrupt: KeyboardInterrupt | None = None
-        while record.arrival is not None:
-            record.arrival.cancel()
-            try:
-                with suppress(MlxStreamError):  # the request has its own error already
-                    record.arrival.wait()
-                record.arrival = None
-            except KeyboardInterrupt as error:
-                interrupt = error  # a thread may still write to the slot
+        interrupt = stop_arrival(record)
         self._arriving.discard(record.key)
         self._guesses.pop(record.key, None)
         if self._records.pop(record.key, None) is not None:

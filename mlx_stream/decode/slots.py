@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from mlx_stream.backends.base import Backend, ExpertMlp, HostBuffer, PublishedGroup
+from mlx_stream.errors import MlxStreamError
 from mlx_stream.storage.read_plan import GroupRead, Plane, plan_group
 from mlx_stream.storage.reader import Reader
 
@@ -55,6 +57,23 @@ class Record:
     guess: bool = False
     read_nbytes: int = 0
     started: float = 0.0
+
+
+def stop_arrival(record: Record) -> KeyboardInterrupt | None:
+    """Cancel a record's read; returns when no thread writes to its slot.
+
+    A Ctrl-C that comes meanwhile is returned, to be raised when everything is noted.
+    """
+    interrupt: KeyboardInterrupt | None = None
+    while record.arrival is not None:
+        record.arrival.cancel()
+        try:
+            with suppress(MlxStreamError):  # the request has its own error already
+                record.arrival.wait()
+            record.arrival = None
+        except KeyboardInterrupt as error:
+            interrupt = error
+    return interrupt
 
 
 class SlotStore(Protocol):

@@ -53,6 +53,7 @@ class Traits:
         decode_tokens: tokens to leave KV room for after the prompt.
         union_tokens: longest prompt that waits for its routing before it reads.
         kv: how keys and values are kept.
+        cache_overhead: bytes that the expert cache takes besides its records.
     """
 
     itemsize: int
@@ -63,6 +64,7 @@ class Traits:
     decode_tokens: int = 256
     union_tokens: int = 512
     kv: KvOptions = PLAIN
+    cache_overhead: int = 0
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def _memory(
         transient=choice.chunk_tokens * shape.attention_values * item + kv.layer + kv.scores,
         scratch=traits.scratch,
         staging=choice.slots * slot_capacity(index, choice.group_size, traits.align),
-        expert_cache=slot_capacity(index, 1, traits.align),
+        expert_cache=slot_capacity(index, 1, traits.align) + traits.cache_overhead,
     )
 
 
@@ -217,7 +219,7 @@ def _finish(
     deep = max(DEEP_SLOTS, STAGING_NBYTES // slot_nbytes)
     slots = min(two_layers, deep, choice.slots + int(spare * STAGING_SHARE) // slot_nbytes)
     spare -= (slots - choice.slots) * slot_nbytes
-    cache = min(memory.expert_cache + spare, _whole_cache(index, traits.align))
+    cache = min(memory.expert_cache + spare, _whole_cache(index, traits))
     segments = cut_segments(prompt_tokens, choice.segment_tokens, choice.chunk_tokens)
     return PrefillPlan(
         model=shape.model_type,
@@ -242,9 +244,9 @@ def _finish(
     )
 
 
-def _whole_cache(index: ExpertIndex, align: int) -> int:
+def _whole_cache(index: ExpertIndex, traits: Traits) -> int:
     records = sum(layer.num_experts for layer in index.layers)
-    return records * slot_capacity(index, 1, align)
+    return records * slot_capacity(index, 1, traits.align) + traits.cache_overhead
 
 
 def _mode(index: ExpertIndex, shape: ModelShape, traits: Traits, tokens: int) -> str:

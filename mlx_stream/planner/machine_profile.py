@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mlx_stream.storage.read_probe import ReadRate
 VERSION = 1
 KINDS = ("experts", "linear", "attention", "overhead")
 ELEMENTWISE, COPY = "elementwise", "copy"  # formats of kind "overhead"
+LARGE_NBYTES = 1 << 20  # requests of read groups are about this large or larger
 READER_DEPTH = 4  # the reader's threads, unless told otherwise
 
 __all__ = ["ComputeRate", "MachineProfile", "ProfileError", "ReadRate", "default_profile_path"]
@@ -64,6 +66,7 @@ class MachineProfile:
     Attributes:
         created: ISO date and time.
         io_mode: what the system granted for the reads.
+        cores: that reading and computing share; 0 when computing is another device's.
     """
 
     version: int
@@ -74,6 +77,21 @@ class MachineProfile:
     reads: tuple[ReadRate, ...]
     computes: tuple[ComputeRate, ...]
     notes: tuple[str, ...] = ()
+    cores: int = 0
+
+    def with_reads_at_most(self, bytes_per_second: float) -> MachineProfile:
+        """The same machine with a slower disk, as a throttled reader has it."""
+        slower = tuple(
+            dataclasses.replace(r, bytes_per_second=min(r.bytes_per_second, bytes_per_second))
+            for r in self.reads
+        )
+        return dataclasses.replace(self, reads=slower)
+
+    @property
+    def read_cpu_share(self) -> float:
+        """Seconds that computing loses for each byte that is read meanwhile."""
+        costs = sorted(r.cpu_seconds_per_byte for r in self.reads if r.nbytes >= LARGE_NBYTES)
+        return costs[len(costs) // 2] / self.cores if costs and self.cores else 0.0
 
     def read_bandwidth(
         self, nbytes: float, depth: int | None = None, order: str = "sequential"
@@ -171,9 +189,12 @@ class MachineProfile:
                 reads=tuple(_read_rate(r) for r in data["reads"]),
                 computes=tuple(_compute_rate(r) for r in data["computes"]),
                 notes=tuple(_text(n) for n in data["notes"]),
+                cores=_count(data["cores"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise _bad(path, "the fields of a profile", f"{type(error).__name__}: {error}") from error
+            raise _bad(
+                path, "the fields of a profile", f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def default_profile_path() -> Path:
@@ -223,11 +244,11 @@ def _number(format: str) -> int:
 
 
 def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Between the nearest points, straight in both logarithms; beyond them, the last one's value."""
+    """Between the nearest points, straight in both logarithms; beyond them, the last one's."""
     ordered = sorted(points)
     if at <= ordered[0][0]:
         return ordered[0][1]
-    for (a, low), (b, high) in zip(ordered, ordered[1:], strict=False):
+    for (a, low), (b, high) in pairwise(ordered):
         if at <= b:
             share = math.log(at / a) / math.log(b / a)
             return low * (high / low) ** share
@@ -266,6 +287,12 @@ def _not_negative(*values: float) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (number and math.isfinite(value) and value >= 0):
             raise ValueError(f"{value!r} is no rate or size")
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
 
 
 def _text(value: Any) -> str:

@@ -139,9 +139,7 @@ def pairs(start: int, stop: int, window: int | None = None) -> float:
     return until(stop) - until(start)
 
 
-def elementwise_values(
-    hidden: int, heads: int, kv_heads: int, head_dim: int, experts: int
-) -> int:
+def elementwise_values(hidden: int, heads: int, kv_heads: int, head_dim: int, experts: int) -> int:
     """Values per token that the elementwise work of a decoder layer passes over, roughly.
 
     Two norms and two sums of the hidden state, norm, rotation and transposes of queries and keys,
@@ -256,7 +254,9 @@ def _packing(
     for entry in (own if isinstance(own, dict) else {}, quant.entries):
         bits, size = entry.get("bits"), entry.get("group_size")
         if isinstance(bits, int) and isinstance(size, int) and bits * size * groups == packed:
-            return QuantSpec(str(entry.get("mode", quant.entries.get("mode", "affine"))), bits, size)
+            return QuantSpec(
+                str(entry.get("mode", quant.entries.get("mode", "affine"))), bits, size
+            )
     fitting = [b for b in (4, 8, 6, 5, 3, 2) if packed % (b * groups) == 0]
     wide = [b for b in fitting if packed // b == shape.hidden]
     bits = (wide or fitting or [4])[0]

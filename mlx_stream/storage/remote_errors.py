@@ -21,7 +21,6 @@ def refused(status: int, headers: Mapping[str, str], file: Path, url: str) -> Ml
     """
     code = headers.get("x-error-code", "")
     actual = f"{_status_text(status)}{f' ({code[:40]})' if code else ''} from {url.split('?')[0]}"
-    model = str(file).split("@")[0]
     if code == "GatedRepo":
         return HubError(
             "The repository is gated: its owner grants access to each user.",
@@ -30,6 +29,26 @@ def refused(status: int, headers: Mapping[str, str], file: Path, url: str) -> Ml
             actual=actual,
             remedy=f"ask for access on the model's page, then {LOGIN}",
         )
+    if status in (401, 404) or code in ("RepoNotFound", "RevisionNotFound"):
+        return _not_found(status, code, file, actual)
+    if status == 403:
+        remedy = f"check what your token may read, then {LOGIN}"
+    elif status in TRANSIENT:
+        remedy = "try again later; HF_ENDPOINT names another server"
+    else:
+        remedy = "check HF_ENDPOINT and your proxy, or download the model and pass its folder"
+    return HubError(
+        "The hub refused a request.",
+        file=file,
+        expected="the bytes asked for (200 or 206)",
+        actual=actual,
+        remedy=remedy,
+    )
+
+
+def _not_found(status: int, code: str, file: Path, actual: str) -> MlxStreamError:
+    """Repository, revision or file. The hub answers 401 for a repository it will not admit to."""
+    model = str(file).split("@")[0]
     if code == "RevisionNotFound":
         return ModelNotFoundError(
             f"cannot find the model {model!r}: the repository has no such revision",
@@ -46,26 +65,12 @@ def refused(status: int, headers: Mapping[str, str], file: Path, url: str) -> Ml
             actual=actual,
             remedy=f"check the spelling; for a private or gated repository {LOGIN}",
         )
-    if status == 404:
-        return HubEntryError(
-            "The repository has no such file.",
-            file=file,
-            expected="a model in mlx layout: config.json and model*.safetensors",
-            actual=actual,
-            remedy="check the spelling and the file list; GGUF and adapters cannot be streamed",
-        )
-    if status == 403:
-        remedy = f"check what your token may read, then {LOGIN}"
-    elif status in TRANSIENT:
-        remedy = "try again later; HF_ENDPOINT names another server"
-    else:
-        remedy = "check HF_ENDPOINT and your proxy, or download the model and pass its folder"
-    return HubError(
-        "The hub refused a request.",
+    return HubEntryError(
+        "The repository has no such file.",
         file=file,
-        expected="the bytes asked for (200 or 206)",
+        expected="a model in mlx layout: config.json and model*.safetensors",
         actual=actual,
-        remedy=remedy,
+        remedy="check the spelling and the file list; GGUF and adapters cannot be streamed",
     )
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,6 @@ class HubFetcher:
         self.endpoint = endpoint or constants.ENDPOINT
         self.traffic = Traffic()
         self._timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT if timeout is None else timeout
-        self._headers = build_hf_headers(library_name="mlx_stream")
-        self._headers["Accept-Encoding"] = "identity"  # ranges and sizes are of the file itself
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
@@ -106,6 +105,13 @@ class HubFetcher:
     def offline(self) -> bool:
         """Whether HF_HUB_OFFLINE forbids every request."""
         return bool(constants.HF_HUB_OFFLINE)
+
+    @cached_property
+    def _headers(self) -> dict[str, str]:
+        # Not before the first request: huggingface_hub may ask its hub what to say here.
+        headers = build_hf_headers(library_name="mlx_stream")
+        # Ranges and sizes are of the file itself.
+        return headers | {"Accept-Encoding": "identity"}
 
     def name(self, file: str = "") -> Path:
         """``owner/name@revision/file``: what messages call a file."""
@@ -160,7 +166,7 @@ class HubFetcher:
             raise _TransientError(failure) from error
         except OfflineModeIsEnabled as error:
             raise offline(self.name(file)) from error
-        except (_httpx.HTTPError, _httpx.InvalidURL, OSError) as error:
+        except (_httpx.HTTPError, _httpx.InvalidURL, OSError, UnicodeError) as error:
             reason = f"{type(error).__name__}: {error}".strip(": ")
             failure = unreachable(self.name(file), self.endpoint, reason)
             if isinstance(error, _httpx.NetworkError | _httpx.RemoteProtocolError):

@@ -55,7 +55,7 @@ def test_info_says_what_it_fetched(hub, here):
     assert result.returncode == 0, result.stderr
     for word in (f"{REPO}@{hub.commit}", "affine, 4 bits", "KB of headers in 6 requests"):
         assert word in result.stdout
-    assert hub.sent[0].revision == "v1", hub.sent
+    assert hub.sent[0].revision == "v1"
 
 
 def test_progress_is_for_terminals_and_many_shards(here, capsys, monkeypatch):

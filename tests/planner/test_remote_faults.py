@@ -343,3 +343,10 @@ def test_a_dense_model(hub, tmp_path):
 def test_names_that_cannot_be(hub, model):
     with pytest.raises(MlxStreamError):
         open_headers(model)
+
+
+def test_a_token_that_cannot_be_sent(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_ключ")
+    with pytest.raises(HubError) as caught:
+        open_headers(REPO)
+    assert "hf_ключ" not in str(caught.value)

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 
 import mlx_stream
 from mlx_stream.errors import HeadersOnlyError, HubError, MissingTensorError, ModelNotFoundError
+from mlx_stream.hub import resolve_model
 from mlx_stream.planner.model_headers import open_headers
 from mlx_stream.storage.checkpoint import open_checkpoint
 from mlx_stream.storage.expert_index import build_expert_index
@@ -234,6 +235,13 @@ def test_a_downloaded_model_is_used(hub, tmp_path):
     assert not hub.sent
     shards(path)[-1].unlink()
     assert isinstance(open_headers(REPO), RemoteCheckpoint)
+
+
+def test_a_downloaded_revision_is_loaded_by_its_name(hub, tmp_path, monkeypatch):
+    path = snapshot(tmp_path, hub.folder)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve_model(f"{REPO}@{COMMIT}") == path
+    assert resolve_model(REPO, revision=COMMIT) == path
 
 
 def test_a_shard_that_is_not_there_is_named(hub, tmp_path):

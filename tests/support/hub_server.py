@@ -191,6 +191,7 @@ def use_endpoint(patch: pytest.MonkeyPatch, endpoint: str, home: Path) -> None:
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
+    patch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
     patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
     patch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 5)
     patch.setattr("mlx_stream.storage.remote_fetch.BACKOFF_SECONDS", 0.01)
@@ -202,6 +203,7 @@ def server_environment(hub: Hub, home: Path) -> dict[str, str]:
     return {
         "HF_ENDPOINT": hub.endpoint,
         "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HOME": str(home / "hf"),
         "XDG_CACHE_HOME": str(home / "xdg"),
         "NO_PROXY": "127.0.0.1",
