@@ -1,5 +1,7 @@
 """What does a smaller expert cache cost a decoded token? Cache shares of 100% down to 12%.
 
+Prints walls, and the process's CPU time, which says more on a machine that has other work.
+
 Every arm is a share of all expert bytes as cache capacity, with prediction off or on, and reads
 throttled to an SSD's rate. One engine for each prediction serves all shares, so that model, code
 and memory are the same. In every round each arm prefills the same prompt, decodes some tokens to
@@ -16,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +42,7 @@ class Timed:
     """One arm in one round, means over its timed tokens."""
 
     wall_ms: float
+    cpu_ms: float
     median_ms: float
     stall_ms: float
     hit_rate: float
@@ -65,22 +69,26 @@ def make_prompt(folder: Path, vocab: int, tokens: int, seed: int = 0) -> list[in
     return list(ids[start : start + tokens])
 
 
-def decode_steps(engine: Engine, prompt: Sequence[int], tokens: int) -> list[StepMetrics]:
-    """Prefill, then that many decode steps and what each of them cost."""
+def decode_steps(engine: Engine, prompt: Sequence[int], warm: int, tokens: int) -> Timed:
+    """Prefill, decode `warm` tokens, then time that many."""
     answer = engine.decode(engine.prefill(prompt), prompt, sampler=greedy_sampler)
+    for _ in itertools.islice(answer, warm + 1):  # the first is the prefill's own: no step
+        pass
     steps: list[StepMetrics] = []
-    next(answer)  # the prefill's own token: no step
+    cpu = time.process_time()
     for _ in itertools.islice(answer, tokens):
         steps.append(engine.decode_metrics.last)  # type: ignore[arg-type]
+    cpu = time.process_time() - cpu
     answer.close()
-    return steps
+    return summarize(steps, cpu)
 
 
-def summarize(steps: Sequence[StepMetrics]) -> Timed:
+def summarize(steps: Sequence[StepMetrics], cpu_seconds: float) -> Timed:
     """Means, and the median of the walls."""
     lookups = sum(s.hits + s.misses for s in steps)
     return Timed(
         wall_ms=1e3 * statistics.fmean(s.wall_seconds for s in steps),
+        cpu_ms=1e3 * cpu_seconds / len(steps),
         median_ms=1e3 * statistics.median(s.wall_seconds for s in steps),
         stall_ms=1e3 * statistics.fmean(s.stall_seconds for s in steps),
         hit_rate=sum(s.hits for s in steps) / max(1, lookups),
@@ -109,7 +117,7 @@ def measure(
         for arm in order if n % 2 == 0 else reversed(order):
             engine = engines[arm[0]]
             pin_cache(engine, arm[1])
-            found[arm].append(summarize(decode_steps(engine, prompt, warm + tokens)[warm:]))
+            found[arm].append(decode_steps(engine, prompt, warm, tokens))
     return found
 
 
@@ -117,7 +125,7 @@ def report(found: dict[Arm, list[Timed]], about: dict[str, object]) -> None:
     """A table and one JSON line; ratios are of arms of the same round and prediction."""
     click.echo(
         f"{'predict':<10} {'cache':>6} {'ms/token':>9} {'spread':>16} {'x full':>7} "
-        f"{'spread':>12} {'median':>8} {'stall':>7} {'hits':>6} {'MB/token':>9}"
+        f"{'spread':>12} {'median':>8} {'cpu':>7} {'stall':>7} {'hits':>6} {'MB/token':>9}"
     )
     rows = []
     full = max(share for _, share in found)
@@ -131,7 +139,8 @@ def report(found: dict[Arm, list[Timed]], about: dict[str, object]) -> None:
             f"{predict:<10} {share:>6.0%} {mid(walls):>9.2f} "
             f"{f'{min(walls):.2f} to {max(walls):.2f}':>16} {ratio:>7.3f} "
             f"{f'{min(ratios):.2f}-{max(ratios):.2f}':>12} "
-            f"{mid(v.median_ms for v in values):>8.2f} {mid(v.stall_ms for v in values):>7.2f} "
+            f"{mid(v.median_ms for v in values):>8.2f} {mid(v.cpu_ms for v in values):>7.2f} "
+            f"{mid(v.stall_ms for v in values):>7.2f} "
             f"{mid(v.hit_rate for v in values):>6.1%} "
             f"{mid(v.bytes_per_token for v in values) / 1e6:>9.3f}"
         )

@@ -125,7 +125,7 @@ class Allotment:
 
     def resize_cache(self, nbytes: int) -> None:
         """The cache holds at most `nbytes` (never less than one record) from now on."""
-        before, after = self._decoder.nbytes, self._decoder.nbytes_for(nbytes)
+        before, after = self._budget.owner("expert cache"), self._decoder.nbytes_for(nbytes)
         # Asked for before it is allocated, given back after it is freed.
         if after > before:
             self._budget.reserve("expert cache", after - before)

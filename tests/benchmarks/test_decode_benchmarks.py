@@ -48,7 +48,9 @@ def test_the_pinned_cache_keeps_its_size(engine):
     records = decode_budget.pin_cache(engine, 0.25)
     assert records == sum(layer.num_experts for layer in engine.index.layers) // 4
     prompt = decode_budget.make_prompt(demo_path(), 4096, 40)
-    assert len(decode_budget.decode_steps(engine, prompt, 3)) == 3
+    timed = decode_budget.decode_steps(engine, prompt, 1, 2)
+    assert 0 < timed.hit_rate < 1
+    assert timed.cpu_ms > 0
     assert engine.decoder.cache.capacity == records
     assert len(engine.decoder.cache) == records
 

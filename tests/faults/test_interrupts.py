@@ -68,7 +68,7 @@ def _from_worker(monkeypatch, when: int) -> Callable | None:
 @pytest.mark.parametrize("when", [1, 3])
 @pytest.mark.parametrize("source", [_from_progress, _from_experts, _from_worker])
 def test_prefill_interrupted(intact, prompt, answer, monkeypatch, source, when):
-    tail = random_tokens(100, 20, seed=8)
+    tail = random_tokens(100, 40, seed=8)  # more than a short turn, which has no layers to report
     expected = stock_greedy(stock_model(intact), prompt + tail, 5)
     with nothing_left(), mlx_stream.load(intact, memory_budget=ROOMY, chunk_tokens=16) as runtime:
         cache = runtime.prefill(prompt).cache
