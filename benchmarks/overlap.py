@@ -62,7 +62,12 @@ def reads_of(engine: Engine, plan: PrefillPlan) -> list[GroupRead]:
     """Every group read of one pass, in order."""
     reader = engine.reader
     return [
-        plan_group(layer, range(a, b), align=reader.align, file_sizes=reader.file_sizes)
+        plan_group(
+            layer,
+            layer.experts_at(range(a, b)),
+            align=reader.align,
+            file_sizes=reader.file_sizes,
+        )
         for layer, planned in zip(engine.index.layers, plan.layers, strict=True)
         for a, b in planned.groups
     ]

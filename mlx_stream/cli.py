@@ -16,6 +16,8 @@ from mlx_stream.chat import chat
 from mlx_stream.config import format_bytes
 from mlx_stream.doctor import doctor
 from mlx_stream.generate import generate
+from mlx_stream.plan_command import EXAMPLES as PLAN_EXAMPLES
+from mlx_stream.plan_command import plan_options, run_plan
 from mlx_stream.probe_command import probe
 from mlx_stream.terminal import run_command
 from mlx_stream.trace_command import trace
@@ -79,42 +81,12 @@ def header_progress() -> Callable[[int, int], None]:
     return show
 
 
-PLAN_EXAMPLES = """
-\b
-Examples:
-  mlx_stream plan ./checkpoint --prompt-tokens 8192
-  mlx_stream plan mlx-community/Qwen3-30B-A3B-4bit --prompt-tokens 32768 --memory-budget 8GB
-  mlx_stream plan --model mlx-community/Qwen3-30B-A3B-4bit --revision main
-
-A hub repository is not downloaded: only its headers are fetched.
-"""
-
-
 @cli.command(epilog=PLAN_EXAMPLES)
 @model_options
-@click.option("--prompt-tokens", "-n", type=click.IntRange(min=1), default=2048, show_default=True)
-@click.option("--memory-budget", help="Bytes, '4GB' or '4GiB'; default: a share of free memory.")
-@click.option("--chunk-tokens", type=click.IntRange(min=1), default=2048, show_default=True)
-def plan(
-    model: str | None,
-    revision: str | None,
-    prompt_tokens: int,
-    memory_budget: str | None,
-    chunk_tokens: int,
-) -> None:
-    """Show how a prompt would run, from the checkpoint's headers alone."""
-    from mlx_stream.planner.plan import plan as make_plan
-
-    click.echo(
-        make_plan(
-            model,
-            prompt_tokens,
-            memory_budget=memory_budget,
-            chunk_tokens=chunk_tokens,
-            revision=revision,
-            progress=header_progress(),
-        )
-    )
+@plan_options
+def plan(**flags: Any) -> None:
+    """Show how prompts would run and how long they would take, from headers alone."""
+    run_plan(**flags, progress=header_progress())
 
 
 INFO_EXAMPLES = """

@@ -69,6 +69,7 @@ ALLOWED = {
     "kv_flags": RUNTIME | {"engine", "runtime", "decode_flags"},
     "continuation": RUNTIME | {"engine", "runtime"},
     "bench": TOP | {""},
+    "plan_command": TOP,
     "generate": TOP | {"continuation"},
     "chat": TOP | {"conversation"},
     "cache_prompt": TOP | {"continuation"},

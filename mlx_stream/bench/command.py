@@ -179,5 +179,20 @@ def _prompt(path: Path, tokens: int) -> list[int]:
 
 
 def _forecaster() -> Any:
-    """Seconds that the plan of an arm promises; nothing without a machine profile."""
-    return lambda engine, arm: None
+    """Seconds that the plan of an arm promises; None without a machine profile."""
+    from mlx_stream.planner.forecast import forecast_for
+    from mlx_stream.planner.machine_profile import load_default
+
+    profile = load_default()
+
+    def seconds(engine: Any, arm: Arm) -> float | None:
+        if profile is None:
+            return None
+        plan = engine.plan(arm.tokens)
+        known = profile
+        if arm.setting.throttle is not None:
+            known = profile.with_reads_at_most(parse_throttle(arm.setting.throttle)[0])
+        config = engine.index.checkpoint.config
+        return forecast_for(engine.index, config, plan, known).ttft_seconds
+
+    return seconds

@@ -100,6 +100,7 @@ class Decoder:
         self.exact.ahead = self._make_ahead()
         self._mapped = MappedExecutor(backend, self.cache) if self.plan.stacked else None
         self._hot_list = self._load_hot_list()
+        self._token_ahead = self._make_token_ahead()
         self.steps = DecodeSteps(
             loaded.model,
             loaded.slot,
@@ -109,7 +110,7 @@ class Decoder:
             self.plan,
             take_snapshot=take_snapshot,
             mapped=self._mapped,
-            token_ahead=self._make_token_ahead(),
+            token_ahead=self._token_ahead,
             whole_layer=whole_layer,
         )
         self.observer: RoutingObserver | None = None
@@ -121,7 +122,10 @@ class Decoder:
 
     @observer.setter
     def observer(self, observer: RoutingObserver | None) -> None:
-        self._observer = self.exact.observer = observer
+        self._observer = observer
+        if self._token_ahead is not None:
+            observer = self._token_ahead.watching(observer)
+        self.exact.observer = observer
         if self._mapped is not None:
             self._mapped.observer = observer
 

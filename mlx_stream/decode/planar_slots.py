@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -23,10 +22,11 @@ from mlx_stream.backends.base import (
     ResidentSlots,
 )
 from mlx_stream.backends.mlx_ops import DTYPES, StackedPlanes
+from mlx_stream.decode.relocation import relocate
 from mlx_stream.decode.slots import Record, RecordPlans
 from mlx_stream.errors import CapabilityError, MlxStreamError
 from mlx_stream.storage.expert_index import ExpertLayer, ExpertTensor
-from mlx_stream.storage.read_plan import GroupRead, Plane, ReadOp, layer_slot_capacity
+from mlx_stream.storage.read_plan import GroupRead, Plane, layer_slot_capacity
 from mlx_stream.storage.reader import Reader, Ticket
 
 PAGE_NBYTES = 16384
@@ -69,7 +69,8 @@ class PlanarSlots:
     def overhead_nbytes(self) -> int:
         """Bytes besides the slots: the planes' last pages, and bounce buffers."""
         bounces = 0 if self._reader.align == 1 else BOUNCES * self._bounce_nbytes
-        return bounces + len(self._layer.tensors) * PAGE_NBYTES
+        scrap = 0 if self._layer.record is None else 1
+        return bounces + (len(self._layer.tensors) + scrap) * PAGE_NBYTES
 
     @property
     def slots(self) -> int:
@@ -104,12 +105,12 @@ class PlanarSlots:
         read = self._plans.plan(mlp, expert)
         key = (mlp.layer.index, expert)
         if self._reader.align == 1:
-            moved = relocate(read, self._planes.offsets(slot))
-            ticket = self._reader.submit(moved, self._planes.memory)
+            moved, checks = relocate(read, self._planes.offsets(slot), self._planes.scrap)
+            ticket = self._reader.submit(moved, self._planes.memory, checks)
             return Record(key, slot, None, ticket, read_nbytes=read.read_nbytes)
         bounce = self._take_bounce()
         try:
-            ticket = self._reader.submit(read.ops, bounce.array)
+            ticket = self._reader.submit(read.ops, bounce.array, read.checks)
         except BaseException:
             self._bounces.append(bounce)
             raise
@@ -244,6 +245,8 @@ class _Planes:
         for t in layer.tensors:
             self.starts[t.key] = rows * PAGE_NBYTES
             rows += -(-slots * t.nbytes // PAGE_NBYTES)
+        self.scrap = rows * PAGE_NBYTES  # takes the padding of packed records, a page at most
+        rows += 1 if slots and layer.record is not None else 0
         self.base = mx.zeros((rows, PAGE_NBYTES), dtype=mx.uint8)
         mx.eval(self.base)
         self.memory: np.ndarray = np.array(self.base, copy=False).reshape(-1)
@@ -296,23 +299,3 @@ def most_slots(layer: ExpertLayer, slots: int) -> int:
     elements = max(math.prod(t.shape) for t in layer.tensors)
     rows_fit = all(slots * t.nbytes % PAGE_NBYTES == 0 for t in layer.tensors)
     return slots if rows_fit else min(slots, MAX_ELEMENTS // elements)
-
-
-def relocate(read: GroupRead, places: dict[tuple[str, str], int]) -> tuple[ReadOp, ...]:
-    """The ops of a planar one-expert read, into planes that lie elsewhere."""
-    spans = sorted((p.offsets[0], p.nbytes, places[p.key]) for p in read.planes)
-    return tuple(replace(op, parts=tuple(_moved(op.parts, spans))) for op in read.ops)
-
-
-def _moved(
-    parts: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int, int]]
-) -> list[tuple[int, int]]:
-    """Parts cut where planes end, each at its plane's new place."""
-    moved = []
-    for slot, nbytes in parts:
-        while nbytes:
-            start, size, place = next(s for s in spans if s[0] <= slot < s[0] + s[1])
-            take = min(nbytes, start + size - slot)
-            moved.append((place + slot - start, take))
-            slot, nbytes = slot + take, nbytes - take
-    return moved

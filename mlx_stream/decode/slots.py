@@ -162,7 +162,7 @@ class RecordSlots:
         """Straight from the file into the slot."""
         read = self._plans.plan(mlp, expert)
         published = self._backend.publish(mlp, read, slot)
-        ticket = self._reader.submit(read.ops, slot.array)
+        ticket = self._reader.submit(read.ops, slot.array, read.checks)
         key = (mlp.layer.index, expert)
         return Record(key, slot, published, ticket, read_nbytes=read.read_nbytes)
 
@@ -201,6 +201,7 @@ def _copy_record(
         experts=(read.experts[position],),
         planes=tuple(planes),
         ops=(),
+        checks=(),
         payload_nbytes=sum(p.nbytes for p in planes),
     )
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from mlx_stream.backends.base import ExpertMlp
 from mlx_stream.decode.expert_cache import ExpertCache
+from mlx_stream.decode.step_counts import RoutingObserver
 
 SPARE_SHARE = 4  # at most a quarter of the cache is for guesses
 
@@ -56,9 +59,16 @@ class TokenAhead:
         self._cache, self._mlps, self._predictor = cache, list(mlps), predictor
         self._top_k = top_k
 
-    def note(self, layer: int, experts: Sequence[int]) -> None:
-        """What a layer routed the last token to."""
-        self._predictor.note(layer, experts)
+    def watching(self, observer: RoutingObserver | None) -> RoutingObserver:
+        """Also tells the predictor what layers route to."""
+
+        def watch(layer: int, ids: np.ndarray, in_prefill: bool) -> None:
+            for row in ids:
+                self._predictor.note(layer, row.tolist())
+            if observer is not None:
+                observer(layer, ids, in_prefill)
+
+        return watch
 
     def collect(self) -> None:
         """Before a step: what has arrived may be used."""

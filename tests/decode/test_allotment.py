@@ -161,9 +161,7 @@ def test_free_memory_collapses_and_recovers(checkpoint, stock, request, low, kin
 def test_slots_go_back_to_the_system(checkpoint, low, open_metal):
     """MLX's buffer cache and the backend's pool keep nothing of a cache that shrank."""
     room = low(open_metal, decode_path="exact") + 3_000_000
-    engine = open_metal(
-        checkpoint("qwen3_moe", **MANY), memory_budget=room, decode_path="exact"
-    )
+    engine = open_metal(checkpoint("qwen3_moe", **MANY), memory_budget=room, decode_path="exact")
     free_is(engine, free := [10**9])
     prompt = list(range(N))
     tokens = engine.decode(engine.prefill(prompt), prompt, sampler=greedy)

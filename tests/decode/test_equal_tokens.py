@@ -20,9 +20,8 @@ from tests.decode.running import (
 )
 
 BIG = os.environ.get("MLX_STREAM_BIG") == "1"
-N, OTHER_STEPS = 30, 24
-STEPS = 256 if BIG else 64
-DEMO_STEPS = 256
+N, OTHER_STEPS, LONG = 30, 16, 256
+STEPS = LONG if BIG else 40
 # Plain KV, sliding window, recurrent state, MLA.
 MODELS = ("demo", "qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v3")
 COLUMNS = {
@@ -33,7 +32,7 @@ COLUMNS = {
     "policy": POLICIES,
     "kind": ("open_engine", "open_metal"),
 }
-# All triples take a quarter of an hour, all pairs a minute.
+# All triples of options take half an hour, all pairs a minute.
 ROWS = covering(COLUMNS, 3 if BIG else 2)
 
 
@@ -58,22 +57,35 @@ def test_the_rows_cover_what_they_say():
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_tokens_equal_stock(checkpoint, stock, request, monkeypatch, row):
     path = demo_path() if row["model"] == "demo" else checkpoint(row["model"])
-    steps = DEMO_STEPS if row["model"] == "demo" else STEPS
-    prompt, expected = settled_answer(stock, path, N, steps)
+    prompt, expected = settled_answer(stock, path, N, STEPS)
     other, others = settled_answer(stock, path, N + 5, OTHER_STEPS)
-    engine = request.getfixturevalue(row["kind"])(
-        path,
-        decode_path=row["path"],
-        cache_policy=row["policy"],
-        predict=row["predict"],
-        memory_budget=2 << 30,
+    open_one = request.getfixturevalue(row["kind"])
+    engine = open_one(
+        path, decode_path=row["path"], cache_policy=row["policy"], predict=row["predict"]
     )
     held = capacity(engine, row["held"])
     hold(engine, monkeypatch, held)
-    assert answer(engine, prompt, steps) == expected
+    assert answer(engine, prompt, STEPS) == expected
     # Another prompt on the same engine shifts the routing; then the first again, on a warm cache.
     assert answer(engine, other, OTHER_STEPS) == others
     assert answer(engine, prompt, OTHER_STEPS) == expected[:OTHER_STEPS]
     assert len(engine.decoder.cache) <= held
     check_slots(engine)
-    assert engine.decode_metrics.totals.tokens == steps + 2 * OTHER_STEPS - 3
+    assert engine.decode_metrics.totals.tokens == STEPS + 2 * OTHER_STEPS - 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "held"),
+    [
+        ("open_engine", "auto", "half"),
+        ("open_metal", "auto", "all"),
+        ("open_metal", "exact", "12%"),
+    ],
+)
+def test_a_long_answer_of_the_demo(stock, request, monkeypatch, kind, path, held):
+    prompt, expected = settled_answer(stock, demo_path(), N, LONG)
+    engine = request.getfixturevalue(kind)(demo_path(), decode_path=path)
+    hold(engine, monkeypatch, capacity(engine, held))
+    assert answer(engine, prompt, LONG) == expected
+    paths = engine.decode_metrics.totals.paths
+    assert set(paths) == ({"exact", "hot"} if (kind, path) == ("open_metal", "auto") else {"exact"})

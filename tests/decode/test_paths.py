@@ -95,12 +95,11 @@ def test_nor_with_reads_ahead(
     engine = lazy_engine(open_metal, path, store, monkeypatch, capacity, predict=predict)
     assert answer(engine, prompt, STEPS) == expected
     counts = engine.decoder.cache.counts
-    assert counts.guesses > 0
-    assert counts.wasted_nbytes > 0
+    assert capacity == TOP_K or counts.guesses > counts.guesses_used
     check_slots(engine)
 
 
-@pytest.mark.parametrize("capacity", [8, 12, 20])
+@pytest.mark.parametrize("capacity", [6, 8, 12])
 def test_nor_on_the_staged_path(
     checkpoint, stock, open_metal, monkeypatch, lazy_and_poisoned, capacity
 ):
@@ -131,9 +130,10 @@ def test_a_fence_that_forgets_to_wait_is_detected(
     assert answer(engine, prompt, STEPS) != expected
 
 
+@pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("store", STORES)
 def test_records_in_use_that_are_not_pinned_are_detected(
-    checkpoint, stock, open_metal, monkeypatch, lazy_and_poisoned, store
+    checkpoint, stock, open_metal, monkeypatch, lazy_and_poisoned, store, broken
 ):
     """Another deliberate bug: the cache is not told what is in use."""
     real = ExactExecutor._start
@@ -145,11 +145,16 @@ def test_records_in_use_that_are_not_pinned_are_detected(
         finally:
             self._in_use |= kept
 
-    monkeypatch.setattr(ExactExecutor, "_start", start)
-    path = checkpoint("qwen3_moe")
+    # One expert layer: hits may hold every slot when a miss comes.
+    path = checkpoint(
+        "qwen3_moe",
+        changes={"num_hidden_layers": 1, "mlp_only_layers": [], "num_experts_per_tok": 3},
+    )
     prompt, expected = settled_answer(stock, path, N, STEPS)
     engine = lazy_engine(open_metal, path, store, monkeypatch, 2, predict="off")
-    assert answer(engine, prompt, STEPS) != expected
+    if broken:
+        monkeypatch.setattr(ExactExecutor, "_start", start)
+    assert (answer(engine, prompt, STEPS) == expected) is not broken
 
 
 # --- Ctrl-C and failing reads
@@ -185,8 +190,11 @@ CASES = [
 ]
 
 
-def take(tokens, count):
-    return [token for token, _ in islice(tokens, count)]
+def take(tokens, count, into=None):
+    """The next tokens, kept in `into` as they come."""
+    into = [] if into is None else into
+    into.extend(token for token, _ in islice(tokens, count))
+    return into
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -208,7 +216,7 @@ def test_ctrl_c_at_any_safe_point(
             with monkeypatch.context() as patch:
                 stop = InterruptAt(patch, when, times)
                 try:
-                    got += take(tokens, 3)
+                    take(tokens, 3, got)
                 except KeyboardInterrupt:
                     interrupted += 1
                     del tokens
@@ -246,7 +254,7 @@ def test_failing_reads_at_any_point(
             got = take(tokens, 3)
             fault.arm(skip=skip, times=1 if skip % 2 else 10**9)
             try:
-                got += take(tokens, 5)
+                take(tokens, 5, got)
             except ReadError:
                 failed += 1
                 del tokens
@@ -273,9 +281,10 @@ def test_recurrent_state_after_an_interrupted_step(checkpoint, stock, open_metal
         result = engine.prefill(prompt)
         tokens = engine.decode(result, prompt, sampler=greedy)
         got = take(tokens, 4)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             InterruptAt(patch, when)
-            got += take(tokens, 8)
+            with pytest.raises(KeyboardInterrupt):
+                take(tokens, 8, got)
         again = engine.prefill([got[-1]], result.cache)
         more = take(engine.decode(again, prompt, sampler=greedy), 6)
         assert more == expected[len(got) : len(got) + 6]

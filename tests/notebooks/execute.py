@@ -42,7 +42,7 @@ def execute(path: Path, folder: Path) -> Any:
     spec = manager.kernel_spec
     assert spec is not None, "ipykernel brings a kernel for its own Python"
     nice = ["nice"] if shutil.which("nice") else []
-    options = ["--HistoryManager.enabled=False"]
+    options = ["--HistoryManager.enabled=False", "--log-level=ERROR"]
     spec.argv = [
         *nice,
         sys.executable,
@@ -56,9 +56,14 @@ def execute(path: Path, folder: Path) -> Any:
         notebook,
         km=manager,
         timeout=CELL_SECONDS,
+        coalesce_streams=True,
         resources={"metadata": {"path": str(folder)}},
     )
-    return client.execute(env=environment)
+    try:
+        return client.execute(env=environment)
+    finally:
+        if manager.has_kernel:
+            manager.shutdown_kernel(now=True)
 
 
 def texts(notebook: Any) -> Iterator[str]:

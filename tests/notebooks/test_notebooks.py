@@ -23,7 +23,7 @@ FACTS = {
         r"read amplification +1\.0\dx",
         r"4,?096 tokens in \d",
         *[rf"(?m)^ +{n} +[\d,]+ +1\.0\dx" for n in (1024, 2048, 4096)],
-        r"decode 80 tokens",
+        r"decode \d+ tokens in",
         r"prefilled in turn 1: \d+ tokens, in turn 2: \d+",
     ],
     "02_why_layer_major": [
