@@ -26,6 +26,7 @@ from mlx_stream.planner.machine_profile import (
 )
 
 GOOD = 0.2  # of the measured time
+WARM_TOKENS = 100
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def run_points(points: Sequence[Point], profile: MachineProfile, rounds: int) ->
                     engine.close()
                 config = StreamConfig.build(memory_budget=point.budget, throttle=point.throttle)
                 engine, held = Engine(point.model, config), point.engine
-                engine.prefill(_prompt(engine, 600))
+                engine.prefill(_prompt(engine, WARM_TOKENS))
             assert engine is not None
             yield measure(engine, point, profile, rounds)
     finally:

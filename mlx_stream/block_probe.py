@@ -7,7 +7,7 @@ it. With its matrices' outputs given and attention skipped, what is left is the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -21,30 +21,26 @@ from mlx_stream.experts.deferred import DeferredExpertOutput
 from mlx_stream.experts.streamed_experts import ExecutorSlot, StreamedExperts
 from mlx_stream.planner.machine_profile import ELEMENTWISE, ComputeRate
 from mlx_stream.planner.model_costs import elementwise_values
-from mlx_stream.probe_arms import FLOATS, PACKED, Arm, BlockShape, Packing, measure
+from mlx_stream.probe_arms import FLOATS, PACKED, Arm, BlockShape, Packing
 
 
-def block_rates(
-    backend: Backend, shape: BlockShape, chunk_rows: Sequence[int], seconds: float
-) -> list[ComputeRate]:
+@contextmanager
+def block_arms(
+    backend: Backend, shape: BlockShape, chunk_rows: Sequence[int]
+) -> Iterator[list[Arm]]:
     """Linear layers of a block, packed and as floats, and what else the block takes.
 
-    Args:
-        seconds: for each shape.
+    The arms must run inside the backend's compute_scope.
     """
-    rates: list[ComputeRate] = []
-    for packing in (FLOATS, PACKED):
-        block = _make_block(backend, shape, packing)
-        undo = backend.prepare_model(block, 0)
-        try:
-            with backend.compute_scope():
-                for rows in chunk_rows:
-                    rates += _linear_rates(backend, block, rows, seconds)
-        finally:
-            undo()
-    with backend.compute_scope(), _no_attention():
-        arms = [_elementwise_arm(backend, block, shape, rows) for rows in chunk_rows]
-        return [*rates, *(measure(arm, seconds) for arm in arms)]
+    arms: list[Arm] = []
+    with ExitStack() as held:
+        for packing in (FLOATS, PACKED):
+            block = _make_block(backend, shape, packing)
+            held.callback(backend.prepare_model(block, 0))
+            for rows in chunk_rows:
+                arms += _linear_arms(backend, block, rows)
+        block = _make_block(backend, shape, FLOATS)
+        yield arms + [_elementwise_arm(backend, block, shape, rows) for rows in chunk_rows]
 
 
 def _make_block(backend: Backend, shape: BlockShape, packing: Packing) -> Qwen3MoeDecoderLayer:
@@ -97,9 +93,7 @@ def _input(backend: Backend, rows: int, dims: int) -> mx.array:
     return x
 
 
-def _linear_rates(
-    backend: Backend, block: Qwen3MoeDecoderLayer, rows: int, seconds: float
-) -> list[ComputeRate]:
+def _linear_arms(backend: Backend, block: Qwen3MoeDecoderLayer, rows: int) -> list[Arm]:
     """The query projection, and the smaller key projection."""
     found = []
     for linear in (block.self_attn.q_proj, block.self_attn.k_proj):
@@ -115,8 +109,8 @@ def _linear_rates(
             1.0,
         )
         x = _input(backend, rows, inputs)
-        arm = Arm(rate, 2.0 * rows * inputs * outputs, lambda f=linear, x=x: mx.eval(f(x)))
-        found.append(measure(arm, seconds))
+        work = 2.0 * rows * inputs * outputs
+        found.append(Arm(rate, work, lambda f=linear, x=x: mx.eval(f(x))))
     return found
 
 
@@ -163,8 +157,8 @@ def _elementwise_arm(
         attention.k_proj = attention.v_proj = given[narrow]
         block.mlp.gate = given[shape.experts]
         cache = KVCache()
-        y = block(x, "causal" if rows > 1 else None, cache)
-        mx.eval(y, cache.state)
+        with _no_attention():
+            mx.eval(block(x, "causal" if rows > 1 else None, cache), cache.state)
 
     values = elementwise_values(
         shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.experts

@@ -7,8 +7,9 @@ products.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +18,9 @@ import numpy as np
 
 from mlx_stream.backends.base import Backend, ChunkInput, ExpertMlp, PublishedGroup
 from mlx_stream.backends.selftest import Case, filled_slots, make_bench
-from mlx_stream.block_probe import block_rates
+from mlx_stream.block_probe import block_arms
 from mlx_stream.planner.machine_profile import COPY, ComputeRate, attention_format
-from mlx_stream.probe_arms import FLOATS, MICRO, PACKED, Arm, BlockShape, measure
+from mlx_stream.probe_arms import FLOATS, MICRO, PACKED, Arm, BlockShape, measure_all
 
 HEAD_VALUES = 4096  # of the attention arms: heads times head size, all sizes alike
 GROUP_NBYTES = 48 << 20  # of all experts of an arm together: more than caches hold
@@ -72,36 +73,26 @@ def probe_compute(
     backend: Backend,
     *,
     seconds: float = 10.0,
-    shapes: ProbeShapes = DEFAULT,
+    shapes: ProbeShapes | None = None,
     progress: Progress | None = None,
 ) -> list[ComputeRate]:
-    """Rates of the backend, in about `seconds` (not less than three runs of every shape).
+    """Rates of the backend, in about `seconds`, with at least a few runs of every shape.
 
     Args:
-        progress: told how many parts are done, and of how many.
+        shapes: None measures DEFAULT.
+        progress: told how many runs are done, and of how many at least.
     """
-    parts = [*_expert_parts(backend, shapes), _attention_arms(backend, shapes), _copy_arm(backend)]
-    arms = _count(shapes)
-    rates: list[ComputeRate] = []
-    done, total = 0, len(parts) + len(shapes.blocks)
-    for part in parts:
-        with part as found:
-            rates += [measure(arm, seconds / arms) for arm in found]
-        done += 1
-        if progress is not None:
-            progress(done, total)
-    for shape in shapes.blocks:
-        rates += block_rates(backend, shape, shapes.chunk_rows, seconds / arms)
-        done += 1
-        if progress is not None:
-            progress(done, total)
-    return rates
-
-
-def _count(shapes: ProbeShapes) -> int:
-    """Arms, for their share of the time."""
-    experts = len(shapes.blocks) * len(shapes.expert_formats) * len(shapes.rows)
-    return experts + len(shapes.attention) + len(shapes.blocks) * 5 * len(shapes.chunk_rows) + 1
+    shapes = DEFAULT if shapes is None else shapes
+    began = time.perf_counter()
+    with ExitStack() as held:
+        held.enter_context(backend.compute_scope())
+        parts = [*_expert_parts(backend, shapes), _copy_arm(backend)]
+        parts += [block_arms(backend, block, shapes.chunk_rows) for block in shapes.blocks]
+        arms = [_attention_arm(backend, *shape) for shape in shapes.attention]
+        for part in parts:
+            arms += held.enter_context(part)
+        left = seconds - (time.perf_counter() - began)
+        return measure_all(arms, left, progress)
 
 
 # --- experts
@@ -159,12 +150,6 @@ def _expert_arm(
 
 
 # --- attention and copies
-
-
-@contextmanager
-def _attention_arms(backend: Backend, shapes: ProbeShapes) -> Iterator[list[Arm]]:
-    with backend.compute_scope():
-        yield [_attention_arm(backend, *shape) for shape in shapes.attention]
 
 
 def _attention_arm(backend: Backend, head_dim: int, queries: int, context: int) -> Arm:

@@ -9,6 +9,7 @@ from mlx_stream.errors import MlxStreamError
 
 IO_MODES = ("direct", "buffered")
 BACKENDS = ("auto", "metal", "cuda", "cpu")
+VERIFY_MODES = ("off", "first", "always")
 
 _UNITS = {
     "": 1,
@@ -109,6 +110,8 @@ class StreamConfig:
             is little to hide behind it, and skewed routers leave experts unused.
         throttle: makes the reads slower, for benchmarks: "2GB/s" for all threads together, or
             "0.5GB/s:100us" with a latency for each read.
+        verify: when an expert's checksum is compared, where the checkpoint is packed: on its first
+            read, on every read, or never.
         decode_path, cache_policy, seed_policy, predict, hot_list: see decode/options.py, which
             also checks them.
     """
@@ -121,6 +124,7 @@ class StreamConfig:
     union_tokens: int = 512
     trust_remote_code: bool = False
     throttle: str | None = None
+    verify: str = "first"
     decode_path: str = "auto"
     cache_policy: str = "auto"
     seed_policy: str = "auto"
@@ -130,6 +134,7 @@ class StreamConfig:
     def __post_init__(self) -> None:
         _check(self.backend in BACKENDS, "backend", BACKENDS, self.backend)
         _check(self.io in IO_MODES, "io", IO_MODES, self.io)
+        _check(self.verify in VERIFY_MODES, "verify", VERIFY_MODES, self.verify)
         _check(self.chunk_tokens >= 1, "chunk_tokens", "at least 1", self.chunk_tokens)
         _check(
             1 <= self.reader_threads <= 64, "reader_threads", "1 to 64 threads", self.reader_threads

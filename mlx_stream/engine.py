@@ -42,8 +42,7 @@ from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress
 from mlx_stream.prompts import check_token_ids, empty_prompt
 from mlx_stream.storage.checkpoint import open_checkpoint
 from mlx_stream.storage.expert_index import build_expert_index
-from mlx_stream.storage.reader import Reader
-from mlx_stream.storage.throttle import Throttle
+from mlx_stream.storage.reader import Reader, reader_options
 from mlx_stream.telemetry import Receipt
 from mlx_stream.timeline import Timeline
 
@@ -89,12 +88,7 @@ class Engine:
         self._shape = self._loaded.shape
         self._mlps = [s.mlp for s in self._loaded.streamed]
         self._closers.append(self.backend.prepare_model(self.model, self._shape.vocab))
-        self.reader = Reader(
-            index.checkpoint,
-            io=self.config.io,
-            threads=self.config.reader_threads,
-            throttle=Throttle.parse(self.config.throttle),
-        )
+        self.reader = Reader(index.checkpoint, **reader_options(self.config))
         self._closers.append(self.reader.close)
         self.kv = KvSupport(self.model, self._loaded.slot, self.backend.compute_scope)
         self._traits = self._loaded.traits(

@@ -90,6 +90,18 @@ class UnsupportedQuantizationError(CheckpointError):
     """The quantization mode, bit width or group size is not supported."""
 
 
+class PackedLayoutError(CheckpointError):
+    """A packed folder's manifest is malformed, or contradicts its files."""
+
+
+class DamagedRecordError(CheckpointError):
+    """An expert's bytes are not those that were packed: its checksum differs."""
+
+
+class PackError(MlxStreamError):
+    """A checkpoint cannot be packed, verified or repaired as asked."""
+
+
 class ReadError(MlxStreamError):
     """The operating system failed a read (EIO and the like)."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mlx_stream.config import BACKENDS, IO_MODES
+from mlx_stream.config import BACKENDS, IO_MODES, VERIFY_MODES
 from mlx_stream.decode_flags import DecodeFlags, decode_arguments
 from mlx_stream.kv.options import PLAIN, KvOptions
 
@@ -65,6 +65,13 @@ _LOAD = (
         help="'direct' bypasses the page cache.",
     ),
     click.option(
+        "--verify",
+        type=click.Choice(VERIFY_MODES),
+        default="first",
+        show_default=True,
+        help="When checksums of a packed folder are compared: at an expert's first read, always.",
+    ),
+    click.option(
         "--throttle-reads",
         help="(benchmarks) Read no faster than '2GB/s', or '0.5GB/s:100us' with a latency.",
     ),
@@ -91,6 +98,7 @@ class LoadFlags:
     chunk_tokens: int
     backend: str
     io: str
+    verify: str
     throttle_reads: str | None
 
 
@@ -140,6 +148,7 @@ def load_of(flags: LoadFlags) -> Runtime:
         chunk_tokens=flags.chunk_tokens,
         backend=flags.backend,
         io=flags.io,
+        verify=flags.verify,
         throttle=flags.throttle_reads,
         trust_remote_code=flags.trust_remote_code,
         **(decode_arguments(flags) if isinstance(flags, DecodeFlags) else {}),

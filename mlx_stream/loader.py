@@ -21,9 +21,11 @@ from mlx_stream.experts.streamed_experts import (
     StreamedExperts,
     install_streamed_experts,
 )
+from mlx_stream.packed_model import packed_arguments
 from mlx_stream.planner.fit import DIRECT_ALIGN, Traits, require_room
 from mlx_stream.planner.model_shape import ModelShape, model_shape
 from mlx_stream.storage.expert_index import ExpertIndex
+from mlx_stream.storage.packed_manifest import MANIFEST_NAME, is_packed
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +82,8 @@ def load_streamed_model(
         MissingTensorError: the model needs a tensor the checkpoint lacks.
     """
     path = index.checkpoint.path
-    model, config = _load_lazy(path, trust_remote_code)
+    extra = packed_arguments(index.checkpoint, trust_remote_code)
+    model, config = _load_lazy(path, trust_remote_code, **extra)
     slot = ExecutorSlot()
     streamed = install_streamed_experts(model, index, slot)
     _cast(model, backend.compute_dtype)
@@ -112,6 +115,7 @@ def load_draft_model(
         UnsupportedModelError: mlx-lm cannot build it, or its vocabulary is another one.
         ReadError: a weight cannot be read.
     """
+    _check_not_packed(path)
     model, config = _load_lazy(path, trust_remote_code)
     own = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if own != vocab:
@@ -133,9 +137,22 @@ def load_draft_model(
     return model
 
 
-def _load_lazy(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+def _check_not_packed(path: Path) -> None:
+    if is_packed(path):
+        raise UnsupportedModelError(
+            "a packed folder cannot be a draft model: it is made for streaming",
+            file=path,
+            expected="a checkpoint that mlx_lm loads whole",
+            actual=MANIFEST_NAME,
+            remedy="pass the folder that it was packed from",
+        )
+
+
+def _load_lazy(
+    path: Path, trust_remote_code: bool, **extra: Any
+) -> tuple[nn.Module, dict[str, Any]]:
     try:
-        model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+        model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code, **extra)
     except ValueError as error:
         text = str(error)
         if text.startswith(("Missing", "Received")):

@@ -50,7 +50,7 @@ class PlanRunner:
             ring: staging to use, and to close, instead of the plan's own.
         """
         if plan.mode == "cached":
-            return self._run_cached(plan, ids, cache)
+            return self._run_cached(plan, ids, cache, progress)
         started, before = time.perf_counter(), self._reader.counters
         mx.reset_peak_memory()
         seeder = self._decoder.make_seeder()
@@ -87,7 +87,11 @@ class PlanRunner:
         )
 
     def _run_cached(
-        self, plan: PrefillPlan, ids: np.ndarray, cache: list[Any]
+        self,
+        plan: PrefillPlan,
+        ids: np.ndarray,
+        cache: list[Any],
+        progress: Callable[[PrefillProgress], None] | None,
     ) -> tuple[mx.array, Receipt]:
         """A few tokens at once as decode computes them: only what is not cached is read."""
         started, before = time.perf_counter(), self._reader.counters
@@ -110,12 +114,16 @@ class PlanRunner:
         finally:
             exact.observer = observer
         counts.stall_seconds = exact.counts.stall_seconds
+        after, wall = self._reader.counters, time.perf_counter() - started
+        if progress is not None:
+            nbytes, layers = after.bytes - before.bytes, len(mlps)
+            progress(PrefillProgress(0, 1, layers, layers, nbytes, nbytes, wall))
         return logits, make_receipt(
             plan,
             counts,
             self._backend,
-            (before, self._reader.counters),
-            wall_seconds=time.perf_counter() - started,
+            (before, after),
+            wall_seconds=wall,
             peak_bytes=self._backend.memory().peak,
             budget_bytes=self._budget.total,
             io_mode=self._reader.io_mode,

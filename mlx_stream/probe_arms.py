@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -14,7 +14,7 @@ Packing = tuple[str, int, int]  # mode, bits, group size
 PACKED: Packing = ("affine", 4, 64)
 MICRO: Packing = ("mxfp4", 4, 32)
 FLOATS: Packing = ("none", 0, 0)
-LEAST_RUNS, MOST_RUNS = 2, 9
+LEAST_ROUNDS, MOST_ROUNDS = 3, 50
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,33 @@ class Arm:
     run: Callable[[], object]
 
 
-def measure(arm: Arm, seconds: float) -> ComputeRate:
-    """The median of some runs after a first one: as many as fit `seconds`, within bounds."""
-    arm.run()
-    times: list[float] = []
-    while len(times) < LEAST_RUNS or (sum(times) < seconds and len(times) < MOST_RUNS):
-        started = time.perf_counter()
-        arm.run()
-        times.append(time.perf_counter() - started)
+def measure_all(
+    arms: Sequence[Arm], seconds: float, progress: Callable[[int, int], None] | None = None
+) -> list[ComputeRate]:
+    """Medians over rounds in which every arm runs once, after a first round that warms up.
+
+    Rounds, since other work on a machine comes in spells: a spell then slows a run of many arms
+    instead of all runs of one.
+
+    Args:
+        seconds: further rounds begin until these are over; at least LEAST_ROUNDS.
+        progress: told how many runs are done, and of how many at least.
+    """
+    times: list[list[float]] = [[] for _ in arms]
+    began, least = time.perf_counter(), (LEAST_ROUNDS + 1) * len(arms)
+    for number in range(MOST_ROUNDS + 1):
+        if number > LEAST_ROUNDS and time.perf_counter() - began > seconds:
+            break
+        for place, arm in enumerate(arms):
+            started = time.perf_counter()
+            arm.run()
+            times[place].append(time.perf_counter() - started)
+            if progress is not None:
+                progress(min(number * len(arms) + place + 1, least), least)
+    return [_rate(arm, taken[1:]) for arm, taken in zip(arms, times, strict=True)]
+
+
+def _rate(arm: Arm, times: Sequence[float]) -> ComputeRate:
     typical = median(times)
     spread = (max(times) - min(times)) / 2 / typical
     return replace(arm.rate, flops_per_second=arm.work / typical, spread=spread)

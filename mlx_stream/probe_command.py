@@ -120,10 +120,10 @@ def _status(console: Console, text: str) -> Iterator[Callable[[str], None]]:
 
 
 def _reads(file: Path, seconds: float, say: Callable[[str], None]) -> list[ReadRate]:
-    from mlx_stream.storage.read_probe import DEPTHS, SIZES, probe_reads
+    from mlx_stream.storage import read_probe
 
-    arms = 2 * len(SIZES) * len(DEPTHS)
-    return probe_reads(
+    arms = 2 * len(read_probe.SIZES) * len(read_probe.DEPTHS)
+    return read_probe.probe_reads(
         file,
         seconds=seconds / arms,
         progress=lambda done, of: say(f"reading: {done} of {of}"),

@@ -254,6 +254,7 @@ def load(
     backend: str = "auto",
     io: str = "direct",
     throttle: str | None = None,
+    verify: str = "first",
     trust_remote_code: bool = False,
     decode_path: str = "auto",
     cache_policy: str = "auto",
@@ -273,6 +274,8 @@ def load(
         backend: ``"auto"``, ``"metal"``, ``"cuda"`` or ``"cpu"``.
         io: ``"direct"`` bypasses the page cache; ``"buffered"`` goes through it.
         throttle: makes the reads slower, for benchmarks: ``"2GB/s"`` or ``"0.5GB/s:100us"``.
+        verify: ``"first"`` compares the checksum of each expert of a packed folder when it is read
+            first, ``"always"`` at every read, ``"off"`` never.
         decode_path, cache_policy, seed_policy, predict, hot_list: how tokens are decoded; see
             :class:`mlx_stream.decode.options.DecodeOptions`.
         draft_model: a small model of the same vocabulary for speculative decoding, held in memory.
@@ -288,6 +291,7 @@ def load(
         backend=backend,
         io=io,
         throttle=throttle,
+        verify=verify,
         trust_remote_code=trust_remote_code,
         decode_path=decode_path,
         cache_policy=cache_policy,

@@ -35,6 +35,7 @@ COMMANDS = {
     "doctor",
     "trace_command",
     "probe_command",
+    "pack_command",
     "cli",
 }
 TOP = RUNTIME | FLAGS | COMMANDS | {"engine", "runtime", "terminal"}
@@ -54,7 +55,9 @@ ALLOWED = {
     "decode": SIBLINGS,
     "kv": KV,
     "planner": PLANNER,
-    "loader": EXPERTS | {"planner"},
+    "packed": STORAGE,
+    "packed_model": EXPERTS,
+    "loader": EXPERTS | {"planner", "packed_model"},
     "allotment": RUNTIME,
     "decoding": RUNTIME | {"allotment"},
     "plan_runner": RUNTIME,
@@ -75,6 +78,7 @@ ALLOWED = {
     "cache_prompt": TOP | {"continuation"},
     "doctor": TOP,
     "trace_command": TOP,
+    "pack_command": TOP | {"packed"},
     "probe_arms": BASE | {"planner"},
     "block_probe": EXPERTS | {"planner", "probe_arms"},
     "compute_probe": EXPERTS | {"planner", "probe_arms", "block_probe"},
@@ -85,6 +89,7 @@ ALLOWED = {
 }
 NEVER_MLX = (
     "storage",
+    "packed",
     "errors",
     "interrupts",
     "config",

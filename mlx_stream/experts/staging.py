@@ -139,5 +139,5 @@ class StagingRing:
             assert read.slot_nbytes <= slot.buffer.nbytes, "slot too small for the planned read"
             slot.read = read
             slot.state = SlotState.FILLING
-            slot.ticket = self._reader.submit(read.ops, slot.buffer.array)
+            slot.ticket = self._reader.submit(read.ops, slot.buffer.array, read.checks)
             self._filling.append(slot)

@@ -19,6 +19,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import (
+    ArraysCache,
+    ChunkedKVCache,
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
@@ -27,6 +29,7 @@ from mlx_lm.models.cache import (
 
 from mlx_stream.errors import KvCacheError
 from mlx_stream.experts.streamed_experts import ExecutorSlot, StreamedExperts, set_executor
+from mlx_stream.kv.evict import make_spilling, show_plain
 from mlx_stream.kv.options import PLAIN, KvOptions
 from mlx_stream.prefill.cache_views import cache_leaves
 
@@ -54,6 +57,11 @@ class QuantizingKVCache(KVCache):
     @property
     def due(self) -> bool:
         """Whether it has to be quantized before more tokens come."""
+        return self.enough and not self.__dict__.get("waits", False)
+
+    @property
+    def enough(self) -> bool:
+        """Whether it holds unquantized tokens, and enough of them."""
         enough = self.keys is not None and self.offset >= self.options.quantized_kv_start
         return enough and not self.quantized
 
@@ -111,6 +119,7 @@ def settle(cache: list[Any]) -> None:
                 mx.eval(layer.keys, layer.values)
             if layer.quantized:
                 cache[n] = _settled(layer)
+    show_plain(cache)
 
 
 def adopt(cache: list[Any], options: KvOptions) -> list[Any]:
@@ -129,6 +138,8 @@ def adopt(cache: list[Any], options: KvOptions) -> list[Any]:
                 made.options = options
             elif isinstance(layer, QuantizingKVCache):
                 layer.options = options
+    if options.kv_evict == "disk":
+        make_spilling(cache)
     return cache
 
 
@@ -212,14 +223,33 @@ class KvSupport:
         Raises:
             KvCacheError: the model cannot do it.
         """
-        if options.plain or replace(options, quantized_kv_start=0) in self._checked:
+        asked = replace(options, quantized_kv_start=0)
+        if options.plain or asked in self._checked:
             return
         kinds = sorted({type(c).__name__ for c in cache_leaves(self._fresh())})
         if options.max_kv_size is not None and hasattr(self._model, "make_cache"):
             raise _unsupported("max_kv_size", "only plain KV caches", ", ".join(kinds))
         if options.kv_bits is not None:
             self._require_quantizable(options, kinds)
-        self._checked.add(replace(options, quantized_kv_start=0))
+        if options.kv_evict == "disk":
+            self._require_evictable(kinds)
+        self._checked.add(asked)
+
+    def _require_evictable(self, kinds: list[str]) -> None:
+        """Plain caches go to the disk; what stays must not grow with the prompt."""
+        leaves = list(cache_leaves(self._fresh()))
+        known = (KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache)
+        if not any(type(c) is KVCache for c in leaves) or any(type(c) not in known for c in leaves):
+            wanted = "plain KV caches, besides windows and recurrent states"
+            raise _unsupported("kv_evict", wanted, ", ".join(kinds))
+
+    @property
+    def window(self) -> int:
+        """Tokens that the largest window or attention chunk keeps; 0 where there is none."""
+        sizes = [0]
+        for leaf in cache_leaves(self._fresh()):
+            sizes += [getattr(leaf, "max_size", 0), getattr(leaf, "chunk_size", 0)]
+        return max(sizes)
 
     def _require_quantizable(self, options: KvOptions, kinds: list[str]) -> None:
         fresh = self._fresh()

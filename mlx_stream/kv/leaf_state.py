@@ -21,6 +21,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_stream.kv.caches import QuantizingKVCache
+from mlx_stream.kv.evict import SpillingKVCache
 from mlx_stream.kv.options import KV_BITS, KV_GROUP_SIZES
 
 Get = Callable[[str], Any]
@@ -34,7 +35,7 @@ def class_name(cache: Any) -> str:
     """mlx-lm's name for the class of a layer's cache."""
     if isinstance(cache, QuantizingKVCache):
         return "QuantizedKVCache" if cache.quantized else "KVCache"
-    return type(cache).__name__
+    return "KVCache" if isinstance(cache, SpillingKVCache) else type(cache).__name__
 
 
 def leaf_state(cache: Any) -> Any:
@@ -52,9 +53,7 @@ def leaf_state(cache: Any) -> Any:
 
 
 def _used(cache: Any) -> tuple[Any, Any]:
-    if cache.keys is None:
-        return None, None
-    return cache.keys_and_values()
+    return (None, None) if cache.empty() else cache.keys_and_values()
 
 
 def _storable(value: object) -> bool:

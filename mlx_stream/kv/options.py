@@ -7,12 +7,15 @@ quantized cache and a short one without.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from mlx_stream.config import ConfigError
 
 KV_BITS = (2, 3, 4, 5, 6, 8)
 KV_GROUP_SIZES = (32, 64, 128)
+KV_EVICT = ("keep", "quantize", "disk")
+EVICT_BITS = 8  # of kv_evict="quantize" where kv_bits does not say
 KEPT_TOKENS = 4  # a rotating cache never drops the first ones, as in mlx-lm
 
 
@@ -25,12 +28,18 @@ class KvOptions:
         kv_bits: bits of a quantized value; None keeps keys and values as they are.
         kv_group_size: values that share a scale.
         quantized_kv_start: a layer's cache is quantized from this many tokens on.
+        kv_evict: what becomes of a layer's keys and values once the prompt has passed the layer:
+            ``"keep"``, ``"quantize"`` (so prefill itself runs with unquantized ones; kv_bits is 8
+            unless given) or ``"disk"`` (only one layer's are in memory; decode loads them back).
+        kv_dir: folder for ``kv_evict="disk"``: the file in it is an mlx-lm prompt cache.
     """
 
     max_kv_size: int | None = None
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
+    kv_evict: str = "keep"
+    kv_dir: Path | str | None = None
 
     def __post_init__(self) -> None:
         size, bits = self.max_kv_size, self.kv_bits
@@ -47,6 +56,34 @@ class KvOptions:
                 "a cache that drops old tokens cannot be quantized",
                 expected="max_kv_size or kv_bits, as mlx-lm can do one of them",
                 actual=f"max_kv_size {size} and kv_bits {bits}",
+                remedy="leave one of them out",
+            )
+        self._check_eviction()
+        if self.kv_evict == "quantize" and bits is None:
+            object.__setattr__(self, "kv_bits", EVICT_BITS)
+
+    def _check_eviction(self) -> None:
+        if self.kv_evict not in KV_EVICT:
+            raise _bad("kv_evict", f"one of {KV_EVICT}", self.kv_evict)
+        if (self.kv_evict == "disk") != (self.kv_dir is not None):
+            raise ConfigError(
+                "kv_evict='disk' and kv_dir belong together",
+                expected="both, or neither",
+                actual=f"kv_evict {self.kv_evict!r}, kv_dir {self.kv_dir}",
+                remedy="name a folder with room for all keys and values",
+            )
+        if self.kv_evict != "keep" and self.max_kv_size is not None:
+            raise ConfigError(
+                "a cache of limited size is not evicted",
+                expected="max_kv_size or kv_evict",
+                actual=f"max_kv_size {self.max_kv_size} and kv_evict {self.kv_evict!r}",
+                remedy="leave one of them out",
+            )
+        if self.kv_evict == "disk" and self.kv_bits is not None:
+            raise ConfigError(
+                "keys and values are quantized or moved to disk",
+                expected="kv_evict='quantize', or 'disk' without kv_bits",
+                actual=f"kv_bits {self.kv_bits} and kv_evict 'disk'",
                 remedy="leave one of them out",
             )
 
@@ -72,7 +109,7 @@ class KvOptions:
     @property
     def plain(self) -> bool:
         """Whether nothing is asked for."""
-        return self.max_kv_size is None and self.kv_bits is None
+        return self.max_kv_size is None and self.kv_bits is None and self.kv_evict == "keep"
 
     def quantized_nbytes(self, itemsize: int) -> float:
         """Bytes of one quantized value with its share of scale and bias (`itemsize` each)."""

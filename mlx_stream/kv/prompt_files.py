@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 
 from mlx_stream.config import format_bytes
 from mlx_stream.errors import PromptFileError
+from mlx_stream.kv.array_file import Stored
 from mlx_stream.kv.leaf_state import class_name, leaf_state, restore_leaf
 from mlx_stream.kv.prompt_header import (
     Entries,
@@ -109,23 +110,38 @@ def save_prompt_file(
     """
     target = Path(path)
     target = target if target.suffix == SUFFIX else target.with_name(target.name + SUFFIX)
-    arrays, scalars = _entries([leaf_state(layer) for layer in cache])
-    about = {"mlx_stream": FORMAT, "tokens": json.dumps(tokens), "model": model}
-    about |= identity.fields() | {"tokenizer_config": "{}"}
+    arrays, scalars = state_entries([leaf_state(layer) for layer in cache])
+    about = about_prompt(identity, tokens, model)
     if messages is not None:
         about["messages"] = json.dumps(messages)
-    metadata = dict(tree_flatten([about, [class_name(layer) for layer in cache], scalars]))
+    metadata = file_metadata(about, cache, scalars)
     _check_room(target, sum(a.nbytes for a in arrays.values()) + len(str(metadata)))
     _write(target, arrays, metadata)
     return target
 
 
-def _entries(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]]:
-    """mlx-lm's encoding: scalars become arrays, and a list says what they were."""
-    arrays: dict[str, mx.array] = {}
+def about_prompt(identity: ModelIdentity, tokens: list[int] | None, model: str) -> dict[str, str]:
+    """What a file says about itself; `tokens` None when it is not known which it holds."""
+    about = {"mlx_stream": FORMAT, "model": model, "tokenizer_config": "{}"}
+    if tokens is not None:
+        about["tokens"] = json.dumps(tokens)
+    return about | identity.fields()
+
+
+def file_metadata(about: dict[str, str], cache: list[Any], scalars: list[Any]) -> dict[str, str]:
+    """The metadata of a file, as mlx-lm flattens it."""
+    return dict(tree_flatten([about, [class_name(layer) for layer in cache], scalars]))
+
+
+def state_entries(states: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    """mlx-lm's encoding: scalars become arrays, and a list says what they were.
+
+    Arrays may be in memory or Stored ones.
+    """
+    arrays: dict[str, Any] = {}
     scalars: list[Any] = [""]  # not empty, or it would vanish when flattened
     for key, value in tree_flatten(states):
-        if isinstance(value, mx.array):
+        if isinstance(value, mx.array | Stored):
             arrays[key] = value
         elif value is None:
             scalars.append((key, "none"))

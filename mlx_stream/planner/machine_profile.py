@@ -156,8 +156,11 @@ class MachineProfile:
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-            os.replace(temporary, path)
+            try:
+                temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
         except OSError as error:
             raise ProfileError(
                 "the machine profile cannot be saved",
@@ -165,8 +168,6 @@ class MachineProfile:
                 actual=str(error),
                 remedy="make the folder writable, or pass --no-save",
             ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> MachineProfile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -25,8 +26,9 @@ from mlx_stream.experts.streamed_experts import (
     set_executor,
 )
 from mlx_stream.prefill.cache_views import cache_arrays, cache_offset, cache_view
+from mlx_stream.prefill.hooks import PrefillHooks
 from mlx_stream.prefill.rendezvous import Arrival, ChunkExecutor, Rendezvous
-from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress, Segment
+from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress
 from mlx_stream.storage.read_plan import GroupRead, plan_group
 from mlx_stream.storage.reader import Reader
 from mlx_stream.timeline import span
@@ -69,6 +71,7 @@ class LayerMajorPrefill:
         ring: staging slots, sized by the plan.
         fallback: executor for expert calls outside a chunk.
         progress: called after every layer, and must not raise.
+        hooks: look on, and may start the prefill further on.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class LayerMajorPrefill:
         fallback: Executor | None = None,
         seeder: ExpertSeeder | None = None,
         progress: Callable[[PrefillProgress], None] | None = None,
+        hooks: PrefillHooks | None = None,
     ) -> None:
         self._model = model
         self._streamed = list(streamed)
@@ -93,6 +97,9 @@ class LayerMajorPrefill:
         self._executor = ChunkExecutor(fallback)
         self._seeder = seeder
         self._progress = progress
+        self._hooks = hooks or PrefillHooks()
+        self._first = (0, 0)  # segment and expert layer to start with
+        self._past = 0  # tokens in the cache before the prompt
         self._timeline = reader.timeline
         self.counts = PrefillCounts()
 
@@ -106,12 +113,14 @@ class LayerMajorPrefill:
         started, bytes_before = time.perf_counter(), self._reader.counters.bytes
         restore = set_executor(self._slot, self._executor)
         logits: mx.array | None = None
+        self._past = cache_offset(cache)
         try:
+            self._first = self._hooks.begin(cache)
             if plan.mode == "stream":
                 self._ring.enqueue(self._stream_reads(plan))
-            for number, segment in enumerate(plan.segments):
+            for number in range(self._first[0], len(plan.segments)):
                 report = self._reporter(plan, number, started, bytes_before)
-                logits = self._run_segment(plan, segment, tokens, cache, report)
+                logits = self._run_segment(plan, number, tokens, cache, report)
             self._ring.drain()
         except BaseException:
             self._ring.cancel()
@@ -125,12 +134,16 @@ class LayerMajorPrefill:
     def _stream_reads(self, plan: PrefillPlan) -> Iterator[GroupRead]:
         """Every group of every layer in file order, once per segment."""
         reads = [
-            self._group_read(experts.mlp, range(a, b))
+            [
+                self._group_read(experts.mlp, experts.mlp.layer.experts_at(range(a, b)))
+                for a, b in layer.groups
+            ]
             for experts, layer in zip(self._streamed, plan.layers, strict=True)
-            for a, b in layer.groups
         ]
-        for _ in plan.segments:
-            yield from reads
+        first, done = self._first
+        for number in range(first, len(plan.segments)):
+            for of_layer in reads[done if number == first else 0 :]:
+                yield from of_layer
 
     def _group_read(self, mlp: ExpertMlp, experts: Sequence[int]) -> GroupRead:
         return plan_group(
@@ -140,16 +153,17 @@ class LayerMajorPrefill:
     def _run_segment(
         self,
         plan: PrefillPlan,
-        segment: Segment,
+        number: int,
         tokens: np.ndarray,
         cache: list[Any],
         report: Callable[[int], None],
     ) -> mx.array | None:
-        base = cache_offset(cache) - segment.start
+        segment = plan.segments[number]
         last: list[mx.array] = []
 
-        def body(start: int, stop: int) -> None:
-            views = [cache_view(c, base + start) for c in cache]
+        def body(chunk: int, start: int, stop: int) -> None:
+            views = [cache_view(c, self._past + start) for c in cache]
+            views = self._hooks.enter_chunk(number, chunk, views)
             logits = self._model(mx.array(tokens[None, start:stop]), cache=views)
             if stop == plan.prompt_tokens:
                 last.append(logits[0, -1])
@@ -157,13 +171,14 @@ class LayerMajorPrefill:
         def nothing(_: int) -> None:
             return
 
-        bodies = [lambda a=a, b=b: body(a, b) for a, b in segment.chunks]
+        bodies = [partial(body, n, a, b) for n, (a, b) in enumerate(segment.chunks)]
         with Rendezvous(bodies) as rendezvous:
-            layer = 0
+            layer = self._first[1] if number == self._first[0] else 0
             with span(self._timeline, "attention", layer=layer):
                 more = rendezvous.start(nothing)
             while more:
                 mx.eval(cache_arrays(cache))
+                self._hooks.meeting(number, segment, layer, cache)
                 with span(self._timeline, "experts", layer=layer):
                     outputs = self._run_layer(plan, layer, rendezvous.arrivals())
                 layer += 1
@@ -178,6 +193,7 @@ class LayerMajorPrefill:
                 remedy="pass a prompt cache of this very model",
             )
         mx.eval(cache_arrays(cache), last)
+        self._hooks.end_segment(number, segment, cache)
         return last[0] if last else None
 
     def _run_layer(self, plan: PrefillPlan, layer: int, arrivals: list[Arrival]) -> list[mx.array]:

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_stream.errors import CheckpointError, HeaderError, MissingTensorError
+from mlx_stream.storage.packed_files import check_unfinished, expert_path, record_tensors
+from mlx_stream.storage.packed_manifest import PackedManifest, is_packed, read_manifest
+from mlx_stream.storage.record_layout import RecordLayout
 from mlx_stream.storage.safetensors_header import (
     LENGTH_NBYTES,
     TensorInfo,
@@ -60,6 +63,12 @@ class Checkpoint:
     config: dict[str, Any] = field(repr=False)
     files: tuple[FileIdentity, ...]
     tensors: dict[str, TensorInfo] = field(repr=False)
+    packed: PackedManifest | None = field(default=None, repr=False, kw_only=True)
+
+    @cached_property
+    def records(self) -> dict[str, RecordLayout]:
+        """The records of each packed layer, by its prefix; empty for a plain checkpoint."""
+        return {} if self.packed is None else {r.layer: r for r in self.packed.layers}
 
     @cached_property
     def tensor_bytes(self) -> int:
@@ -74,6 +83,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         CheckpointError: no folder, no config.json, no shards, unreadable file.
         HeaderError, TruncatedFileError: see `parse_header`; also one name in two shards.
         MissingTensorError: the index names a shard or tensor that is not there.
+        PackedLayoutError: a packed folder whose manifest and files disagree.
     """
     folder = Path(path).absolute()
     if not folder.is_dir():
@@ -84,6 +94,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             actual="a file" if folder.exists() else "no such path",
             remedy="pass the folder of a downloaded mlx checkpoint",
         )
+    check_unfinished(folder)
     config = read_json_object(folder / "config.json")
     shards = sorted(folder.glob(SHARD_PATTERN))
     if not shards:
@@ -103,7 +114,25 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if (folder / INDEX_NAME).exists():
         index = read_json_object(folder / INDEX_NAME)
         check_index(folder / INDEX_NAME, index, files, tensors)
-    return Checkpoint(folder, config, tuple(files), tensors)
+    packed = read_manifest(folder) if is_packed(folder) else None
+    if packed is not None:
+        _add_records(folder, packed, files, tensors)
+    return Checkpoint(folder, config, tuple(files), tensors, packed=packed)
+
+
+def _add_records(
+    folder: Path,
+    packed: PackedManifest,
+    files: list[FileIdentity],
+    tensors: dict[str, TensorInfo],
+) -> None:
+    """Add the expert files, and each packed tensor under the name it has in the source."""
+    for listed in packed.expert_files:
+        path = expert_path(folder, listed.name)
+        identity, found = _read_shard(path, len(files))
+        files.append(identity)
+        layers = [r for r in packed.layers if r.file == listed.name]
+        add_tensors(tensors, record_tensors(layers, found, identity.size, path), files)
 
 
 def _read_shard(path: Path, number: int) -> tuple[FileIdentity, tuple[TensorInfo, ...]]:

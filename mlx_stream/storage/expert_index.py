@@ -23,6 +23,7 @@ from mlx_stream.errors import (
 from mlx_stream.storage.checkpoint import Checkpoint, TensorInfo
 from mlx_stream.storage.expert_count import check_config_count, common_count
 from mlx_stream.storage.quant_spec import CONVERT, QuantConfig, QuantSpec, resolve_spec
+from mlx_stream.storage.record_layout import RecordLayout
 
 __all__ = ["ExpertIndex", "ExpertLayer", "ExpertTensor", "QuantSpec", "build_expert_index"]
 
@@ -42,14 +43,17 @@ _HF_NAME = re.compile(r"(^|\.)experts\.(\d+\.|(gate_up_proj|down_proj)(_blocks|_
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """One tensor kind of one layer. Expert e's bytes: [offset + e*stride, ... + nbytes)."""
+    """One tensor kind of one layer. Expert e's bytes: [offset + p*stride, ... + nbytes).
+
+    p is e, but for packed layers in another order: ExpertLayer.position.
+    """
 
     key: Key
     name: str  # tensor name in the file; both halves of a fused tensor have the same
     file: int
     dtype: str
     shape: tuple[int, ...]  # of one expert
-    offset: int  # absolute, of expert 0
+    offset: int  # absolute, of position 0
     stride: int  # bytes from one expert to the next, >= nbytes
     nbytes: int  # of one expert
 
@@ -64,6 +68,17 @@ class ExpertLayer:
     num_experts: int
     tensors: tuple[ExpertTensor, ...]
     quant: tuple[tuple[str, QuantSpec], ...]
+    record: RecordLayout | None = None  # of a packed layer
+
+    def position(self, expert: int) -> int:
+        """Which expert of the file it is, counted from the start."""
+        return expert if self.record is None else self.record.position(expert)
+
+    def experts_at(self, positions: range) -> Sequence[int]:
+        """The experts at these places of the file, ascending."""
+        if self.record is None or self.record.order is None:
+            return positions
+        return sorted(self.record.order[positions.start : positions.stop])
 
     @cached_property
     def expert_nbytes(self) -> int:
@@ -132,6 +147,7 @@ def build_expert_index(checkpoint: Checkpoint) -> ExpertIndex:
     groups = _expert_groups(checkpoint.tensors.values())
     if not groups:
         _fail_no_experts(checkpoint)
+    _check_records(checkpoint, groups)
     quant = QuantConfig.of(checkpoint.config, checkpoint.path / "config.json")
     layers = [
         _build_layer(checkpoint, number, prefix, groups[prefix], quant)
@@ -201,7 +217,22 @@ def _build_layer(
         file = checkpoint.files[parts[proj]["weight"].file].path
         specs.append((proj, resolve_spec(parts[proj], in_dims, paths, quant, file)))
     ordered = (parts[proj][p] for proj in projections for p in PARTS if p in parts[proj])
-    return ExpertLayer(index, prefix, kind, num_experts, tuple(ordered), tuple(specs))
+    record = checkpoint.records.get(prefix)
+    return ExpertLayer(index, prefix, kind, num_experts, tuple(ordered), tuple(specs), record)
+
+
+def _check_records(checkpoint: Checkpoint, groups: Mapping[str, Mapping[Key, TensorInfo]]) -> None:
+    """Every packed layer is an expert layer, and all its tensors lie in its records."""
+    for prefix in checkpoint.records.keys() - groups.keys():
+        name = checkpoint.records[prefix].tensors[0].name
+        _fail_format(checkpoint, checkpoint.tensors[name], "expert tensors in records", name)
+    for prefix, group in groups.items():
+        record = checkpoint.records.get(prefix)
+        names = set() if record is None else {t.name for t in record.tensors}
+        wrong = [t for t in group.values() if (t.name in names) != (record is not None)]
+        if wrong or len(names) not in (0, len(group)):
+            t = next(iter(wrong or group.values()))
+            _fail_format(checkpoint, t, "all of a layer's tensors in its records", t.name)
 
 
 def _projection_parts(
@@ -230,8 +261,9 @@ def _expert_tensor(
         if not shape or shape[0] % count:
             _fail_format(checkpoint, t, f"[E, {count}*F, ...]", list(t.shape))
         shape = (shape[0] // count, *shape[1:])
-    stride = t.nbytes // num_experts
-    nbytes = stride // count
+    each = t.nbytes // num_experts
+    stride = each if t.stride is None else t.stride
+    nbytes = each // count
     offset = t.offset + half * nbytes
     return ExpertTensor(key, t.name, t.file, t.dtype, shape, offset, stride, nbytes)
 

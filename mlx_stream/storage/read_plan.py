@@ -7,16 +7,22 @@ backends publish the planes. Two layouts, chosen by `align`:
   bytes adjacent in the file but not in the slot are scattered by one op with several parts.
 - align > 1 (O_DIRECT): the slot holds aligned images of file regions, so a plane's experts keep
   the distances they have in the file and its offsets keep their remainder modulo `align`.
+
+In a packed layer an expert is one record and one read; the padding in and between the records that
+one read spans is read with them, and ops are cut between records where one fits.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from mlx_stream.storage.expert_index import ExpertIndex, ExpertLayer, ExpertTensor, Key
+from mlx_stream.storage.record_check import RecordCheck, record_checks
+from mlx_stream.storage.record_layout import RECORD_ALIGN
 
 MAX_OP_NBYTES = 8 << 20
 PLANE_ALIGN = 64  # a cache line, and enough for any vector load
@@ -65,6 +71,7 @@ class GroupRead:
     slot_nbytes: int  # a multiple of align and of PLANE_ALIGN
     payload_nbytes: int  # bytes of the experts' tensors
     read_nbytes: int  # bytes the reader will count: payload, alignment, nothing past a file's end
+    checks: tuple[RecordCheck, ...] = ()  # of a packed layer: what each expert must hash to
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,8 @@ def plan_group(
     else:
         planes, spans, slot_nbytes = _images(layer, ids, align)
     limit = max_op_nbytes // align * align
+    if layer.record is not None and layer.record.nbytes <= limit:
+        limit = limit // layer.record.nbytes * layer.record.nbytes
     ops = tuple(op for run in _adjacent(spans) for op in _cut(run, limit))
     return GroupRead(
         layer=layer.index,
@@ -115,6 +124,7 @@ def plan_group(
         slot_nbytes=slot_nbytes,
         payload_nbytes=len(ids) * layer.expert_nbytes,
         read_nbytes=sum(_nbytes_inside(op, file_sizes[op.file]) for op in ops),
+        checks=record_checks(layer, ids, planes),
     )
 
 
@@ -133,6 +143,8 @@ def layer_slot_capacity(layer: ExpertLayer, group_size: int, align: int) -> int:
     group = min(group_size, layer.num_experts)
     if align == 1:  # the place in the file does not matter
         return _planar_size(layer, group)
+    if layer.record is not None:
+        return group * _round_up(layer.record.nbytes, align)
     return group * sum(_round_up(t.nbytes, align) + align for t in layer.tensors)
 
 
@@ -157,14 +169,39 @@ def _planar(layer: ExpertLayer, ids: tuple[int, ...]) -> tuple[tuple[Plane, ...]
     for t in layer.tensors:
         offsets = tuple(slot + i * t.nbytes for i in range(len(ids)))
         planes.append(Plane(t.key, t.dtype, t.shape, t.nbytes, offsets))
-        spans += (_Span(t.file, start, n, offsets[i]) for i, start, n in _ranges(t, ids))
+        spans += (_Span(t.file, start, n, offsets[i]) for i, start, n in _ranges(layer, t, ids))
         slot = _round_up(slot + len(ids) * t.nbytes, PLANE_ALIGN)
     spans.sort(key=lambda s: (s.file, s.offset))
-    return tuple(planes), spans, slot
+    if layer.record is None:
+        return tuple(planes), spans, slot
+    return tuple(planes), list(_bridged(spans, slot)), _planar_size(layer, len(ids))
 
 
 def _planar_size(layer: ExpertLayer, group: int) -> int:
+    return planes_nbytes(layer, group) + scrap_nbytes(layer, group)
+
+
+def planes_nbytes(layer: ExpertLayer, group: int) -> int:
+    """Bytes of the planes of `group` experts in a planar slot."""
     return sum(_round_up(group * t.nbytes, PLANE_ALIGN) for t in layer.tensors)
+
+
+def scrap_nbytes(layer: ExpertLayer, group: int) -> int:
+    """Bytes after the planes that take a packed layer's padding."""
+    if layer.record is None:
+        return 0
+    most = RECORD_ALIGN if group > 1 else min(layer.record.inner_gap, RECORD_ALIGN)
+    return _round_up(most, PLANE_ALIGN)
+
+
+def _bridged(spans: Iterable[_Span], scrap: int) -> Iterator[_Span]:
+    """With the padding between them, which goes to `scrap`, so that one op can span it."""
+    last: _Span | None = None
+    for s in spans:
+        if last is not None and last.file == s.file and 0 < s.offset - last.end < RECORD_ALIGN:
+            yield _Span(s.file, last.end, s.offset - last.end, scrap)
+        yield s
+        last = s
 
 
 # --- align > 1: regions of the files first, planes are found in them -------------------------
@@ -179,7 +216,7 @@ def _images(
         spans.append(_Span(r.file, r.offset, r.nbytes, slot))
         slot += r.nbytes
     planes = tuple(
-        Plane(t.key, t.dtype, t.shape, t.nbytes, tuple(_places(t, ids, spans)))
+        Plane(t.key, t.dtype, t.shape, t.nbytes, tuple(_places(layer, t, ids, spans)))
         for t in layer.tensors
     )
     return planes, spans, _round_up(slot, max(align, PLANE_ALIGN))
@@ -188,35 +225,42 @@ def _images(
 def _regions(layer: ExpertLayer, ids: tuple[int, ...], align: int) -> list[_Span]:
     """Aligned, disjoint, non-adjacent ranges that cover the experts, in file order."""
     merged: list[_Span] = []
-    ranges = sorted((t.file, start, n) for t in layer.tensors for _, start, n in _ranges(t, ids))
+    bridge = 0 if layer.record is None else RECORD_ALIGN - 1  # never a whole record
+    ranges = sorted(
+        (t.file, start, n) for t in layer.tensors for _, start, n in _ranges(layer, t, ids)
+    )
     for file, start, nbytes in ranges:
         begin, end = start // align * align, _round_up(start + nbytes, align)
         last = merged[-1] if merged else None
-        if last is not None and last.file == file and begin <= last.end:
+        if last is not None and last.file == file and begin <= last.end + bridge:
             merged[-1] = _Span(file, last.offset, max(end, last.end) - last.offset)
         else:
             merged.append(_Span(file, begin, end - begin))
     return merged
 
 
-def _ranges(t: ExpertTensor, ids: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """(position in ids, file offset, nbytes) of each gapless range of the experts of `t`."""
+def _ranges(
+    layer: ExpertLayer, t: ExpertTensor, ids: tuple[int, ...]
+) -> Iterator[tuple[int, int, int]]:
+    """(place in ids, file offset, nbytes) of each gapless range of the experts of `t`."""
     first = 0
     for i in range(1, len(ids) + 1):
-        if i < len(ids) and ids[i] == ids[i - 1] + 1 and t.stride == t.nbytes:
+        gapless = layer.record is None and t.stride == t.nbytes
+        if gapless and i < len(ids) and ids[i] == ids[i - 1] + 1:
             continue
-        yield first, t.offset + ids[first] * t.stride, (i - first) * t.nbytes
+        yield first, t.offset + layer.position(ids[first]) * t.stride, (i - first) * t.nbytes
         first = i
 
 
-def _places(t: ExpertTensor, ids: tuple[int, ...], regions: Sequence[_Span]) -> Iterator[int]:
-    """Slot offset of each expert of `t`. Both sequences ascend, so one pass is enough."""
-    at = 0
+def _places(
+    layer: ExpertLayer, t: ExpertTensor, ids: tuple[int, ...], regions: Sequence[_Span]
+) -> Iterator[int]:
+    """Slot offset of each expert of `t`."""
+    begins = [(r.file, r.offset) for r in regions]
     for e in ids:
-        start = t.offset + e * t.stride
-        while (regions[at].file, regions[at].end) < (t.file, start + t.nbytes):
-            at += 1
-        yield regions[at].slot + start - regions[at].offset
+        start = t.offset + layer.position(e) * t.stride
+        region = regions[bisect_right(begins, (t.file, start)) - 1]
+        yield region.slot + start - region.offset
 
 
 # --- spans -> ops ---------------------------------------------------------------------------

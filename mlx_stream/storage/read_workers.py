@@ -15,17 +15,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlx_stream import interrupts
-from mlx_stream.errors import MlxStreamError, ReadCancelled, ReadError
+from mlx_stream.errors import MlxStreamError, ReadError
 from mlx_stream.storage.checkpoint import FileIdentity
 from mlx_stream.storage.open_files import close_all
 from mlx_stream.storage.open_modes import OpenFile
 from mlx_stream.storage.read_op import Fault, OpContext, execute_op, read_error
 from mlx_stream.storage.read_plan import ReadOp
+from mlx_stream.storage.record_check import RecordCheck, RecordVerifier
 from mlx_stream.storage.throttle import Throttle
+from mlx_stream.storage.ticket import POLL, Ticket, cancelled
 from mlx_stream.timeline import Timeline
 
-_POLL = 0.2  # seconds; bounds how late a waiting thread sees a signal
+RUN_NBYTES = 64 << 10  # handing such reads to several threads takes longer than reading them
 
 
 @dataclass(frozen=True)
@@ -36,63 +37,6 @@ class ReadCounters:
     calls: int  # preadv calls that returned
     retries: int  # of these, calls that continued a short read
     busy_seconds: float  # wall time with at least one op in progress, throttling included
-
-
-class Ticket:
-    """One submitted batch of reads. Thread safe.
-
-    The reader holds the buffer until the ticket is done, and never writes to it after that.
-    """
-
-    def __init__(self, lock: threading.Lock, ops: Sequence[ReadOp], buffer: np.ndarray) -> None:
-        self._changed = threading.Condition(lock)  # on the workers' lock
-        self._ops = deque(ops)  # not started
-        self._buffer: np.ndarray | None = buffer if ops else None
-        self._active = 0  # started, not ended
-        self._error: MlxStreamError | None = None
-
-    def done(self) -> bool:
-        """True when no thread writes to the buffer and none will: read, failed or cancelled."""
-        return self._buffer is None
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Return when all bytes are in the buffer. Ctrl-C interrupts the wait.
-
-        Raises:
-            ReadError, EndOfFileError: the first failure; the remaining ops were dropped.
-            ReadCancelled: cancelled, or the reader was closed or dropped.
-            TimeoutError: not done after `timeout` seconds; the reads go on.
-        After any of the first three no thread writes to the buffer any more.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while not self.done():
-                interrupts.check()
-                left = _POLL if deadline is None else min(_POLL, deadline - time.monotonic())
-                if left <= 0:
-                    raise TimeoutError(f"reads not done after {timeout} s")
-                self._changed.wait(left)
-            if self._error is not None:
-                raise self._error.with_traceback(None)
-
-    def cancel(self) -> None:
-        """Drop the ops that have not started. Returns at once; `wait` waits for the others."""
-        with self._changed:
-            if not self.done():
-                self._stop(cancelled("The read was cancelled.", "submit it again if needed"))
-
-    # The rest is called by the workers, with the lock held.
-
-    def _stop(self, error: MlxStreamError) -> None:
-        """Keep the first error, drop what has not started."""
-        self._error = self._error or error
-        self._ops.clear()
-        self._settle()
-
-    def _settle(self) -> None:
-        if not self._ops and not self._active:
-            self._buffer = None
-            self._changed.notify_all()
 
 
 class ReadWorkers:
@@ -120,6 +64,7 @@ class ReadWorkers:
         self._fault = fault
         self._throttle = throttle
         self.timeline: Timeline | None = None
+        self.verifier = RecordVerifier("first")
         self._lock = threading.Lock()
         # One wake-up for each queued op, and one for each thread to end it. `put` is reentrant,
         # as a finalizer needs it that may run in any thread, inside any lock.
@@ -146,9 +91,11 @@ class ReadWorkers:
                 raise
             self._threads.append(thread)
 
-    def submit(self, ops: Sequence[ReadOp], buffer: np.ndarray) -> Ticket:
+    def submit(
+        self, ops: Sequence[ReadOp], buffer: np.ndarray, checks: Sequence[RecordCheck]
+    ) -> Ticket:
         """Queue checked reads. Raises ReadCancelled if closed."""
-        ticket = Ticket(self._lock, ops, buffer)
+        ticket = Ticket(self._lock, ops, buffer, checks)
         with self._lock:
             if self.closed:
                 raise cancelled("The reader is closed.", "open a new reader")
@@ -186,7 +133,7 @@ class ReadWorkers:
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             while thread.is_alive() and time.monotonic() < deadline:
-                thread.join(min(_POLL, timeout))
+                thread.join(min(POLL, timeout))
         if stuck := [t.name for t in self._threads if t.is_alive()]:
             raise ReadError(
                 "A read does not return.",
@@ -219,12 +166,19 @@ class ReadWorkers:
                 return False
             taken = self._take()
         if taken is not None:
-            started = time.perf_counter()
-            error = self._read(*taken)
-            if self.timeline is not None:
-                self._note(taken[1], started)
-            self._finish(taken[0], error)
+            self._finish(taken[0], self._read_run(*taken))
         return True
+
+    def _read_run(self, ticket: Ticket, run: Sequence[ReadOp]) -> MlxStreamError | None:
+        """One op after the other; ends at the first failure, or when the ticket is cancelled."""
+        for op in run:
+            started = time.perf_counter()
+            error = self._read(ticket, op)
+            if self.timeline is not None:
+                self._note(op, started)
+            if error is not None or ticket._error is not None:
+                return error
+        return None
 
     def _note(self, op: ReadOp, started: float) -> None:
         name, now = threading.current_thread().name, time.perf_counter()
@@ -232,8 +186,11 @@ class ReadWorkers:
         args = {"bytes": op.nbytes, "file": file, "offset": op.offset}
         self.timeline.add(name, "read", started, now, **args)  # type: ignore[union-attr]
 
-    def _take(self) -> tuple[Ticket, ReadOp] | None:
-        """Next op of the oldest ticket; None when the op of this wake-up was cancelled."""
+    def _take(self) -> tuple[Ticket, list[ReadOp]] | None:
+        """Next op of the oldest ticket, and those after it that are not worth another thread.
+
+        None when the op of this wake-up was cancelled, or taken with another.
+        """
         while self._tickets and not self._tickets[0]._ops:
             self._tickets.popleft()
         if not self._tickets:
@@ -243,7 +200,12 @@ class ReadWorkers:
         if not self._active:
             self._busy_since = time.perf_counter()
         self._active += 1
-        return ticket, ticket._ops.popleft()
+        run = [ticket._ops.popleft()]
+        nbytes = run[0].nbytes
+        while ticket._ops and nbytes + ticket._ops[0].nbytes <= RUN_NBYTES:
+            run.append(ticket._ops.popleft())
+            nbytes += run[-1].nbytes
+        return ticket, run
 
     def _read(self, ticket: Ticket, op: ReadOp) -> MlxStreamError | None:
         identity, fd = self._identities[op.file], self.files[op.file].fd
@@ -284,6 +246,11 @@ class ReadWorkers:
             self._active -= 1
             if not self._active:
                 self._busy += time.perf_counter() - self._busy_since
+            checks = ticket._take_checks(error)
+        if checks:
+            paths = [i.path for i in self._identities]
+            error = self.verifier.check(checks, ticket._buffer, paths)
+        with self._lock:
             ticket._active -= 1
             if error is not None:
                 ticket._stop(error)
@@ -302,8 +269,3 @@ class ReadWorkers:
                 return
             files, self.files = self.files, []
         close_all(files)
-
-
-def cancelled(problem: str, remedy: str) -> ReadCancelled:
-    """The error of reads that were dropped, not failed."""
-    return ReadCancelled(problem, expected="reads that end", actual="reads dropped", remedy=remedy)

@@ -10,19 +10,22 @@ import os
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
+from mlx_stream.config import StreamConfig
 from mlx_stream.storage.checkpoint import Checkpoint
 from mlx_stream.storage.open_files import check_identity, check_path, open_all
 from mlx_stream.storage.open_modes import IoChoice
 from mlx_stream.storage.read_op import Fault
 from mlx_stream.storage.read_plan import ReadOp
 from mlx_stream.storage.read_workers import ReadCounters, ReadWorkers, Ticket, cancelled
+from mlx_stream.storage.record_check import RecordCheck, RecordVerifier, VerifyChoice
 from mlx_stream.storage.throttle import Throttle
 from mlx_stream.timeline import Timeline
 
-__all__ = ["ReadCounters", "Reader", "Ticket"]
+__all__ = ["ReadCounters", "Reader", "Ticket", "reader_options"]
 
 DEFAULT_THREADS = 4
 CLOSE_TIMEOUT = 30.0  # seconds; a preadv on a dead network disk may never return
@@ -40,6 +43,8 @@ class Reader:
         threads: concurrent reads.
         fault: test hook called before each preadv; an OSError it raises fails the op.
         throttle: makes the reads slower (benchmarks).
+        verify: when the checksums of a packed layout are compared: on the first read of each
+            expert, on every read, or never.
 
     Raises:
         FileChangedError: a file is not the one whose header was read.
@@ -58,6 +63,7 @@ class Reader:
         threads: int = DEFAULT_THREADS,
         fault: Fault | None = None,
         throttle: Throttle | None = None,
+        verify: VerifyChoice = "first",
     ) -> None:
         if threads < 1 or io not in ("direct", "buffered"):
             raise ValueError(f"threads {threads} or io {io!r} is not valid")
@@ -70,6 +76,7 @@ class Reader:
         self._workers = ReadWorkers(
             checkpoint.files, files, align=align, fault=fault, throttle=throttle
         )
+        self._verifier = self._workers.verifier = RecordVerifier(verify)
         # The threads know only the workers, so that this object can be collected while they run.
         self._dropped = weakref.finalize(self, self._workers.abandon)
         self._dropped.atexit = False  # the system frees what is left
@@ -79,14 +86,17 @@ class Reader:
             self.close()
             raise
 
-    def submit(self, ops: Sequence[ReadOp], buffer: np.ndarray) -> Ticket:
+    def submit(
+        self, ops: Sequence[ReadOp], buffer: np.ndarray, checks: Sequence[RecordCheck] = ()
+    ) -> Ticket:
         """Queue reads into `buffer`, a writable 1-D uint8 array with an aligned address.
 
-        The caller must leave the buffer alone until the ticket is done. Raises ReadCancelled if
-        the reader is closed, ValueError if ops and buffer do not fit together.
+        The caller must leave the buffer alone until the ticket is done. A reader thread does those
+        of `checks` that are due before the ticket is done; the first to fail is its error. Raises
+        ReadCancelled if the reader is closed, ValueError if ops and buffer do not fit together.
         """
         self._check(ops, buffer)
-        return self._workers.submit(ops, buffer)
+        return self._workers.submit(ops, buffer, self._verifier.due(checks))
 
     @property
     def align(self) -> int:
@@ -158,3 +168,13 @@ class Reader:
                     raise ValueError(f"{op} does not fit a buffer of {buffer.nbytes} bytes")
                 if ((address + slot) | nbytes | op.offset) % self.align:
                     raise ValueError(f"{op} into address {address:#x} is not {self.align}-aligned")
+
+
+def reader_options(config: StreamConfig) -> dict[str, Any]:
+    """Keyword arguments of a Reader, as the config says."""
+    return {
+        "io": config.io,
+        "threads": config.reader_threads,
+        "throttle": Throttle.parse(config.throttle),
+        "verify": config.verify,
+    }

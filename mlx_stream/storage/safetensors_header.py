@@ -48,7 +48,10 @@ _REDOWNLOAD = "download this file again; it is damaged or not a safetensors file
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies. `offset` is absolute in the file; `offset` and `nbytes` are bytes."""
+    """Where one tensor lies. `offset` is absolute in the file; `offset` and `nbytes` are bytes.
+
+    A tensor of a packed layer has a `stride`: bytes from one expert to the next.
+    """
 
     name: str
     file: int  # index into Checkpoint.files
@@ -56,6 +59,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    stride: int | None = None
 
 
 def header_nbytes(prefix: bytes, file_size: int, path: Path | str) -> int:

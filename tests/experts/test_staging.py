@@ -53,7 +53,7 @@ class FakeReader:
         self.tickets = []
         self.fail_at = None
 
-    def submit(self, ops, buffer):
+    def submit(self, ops, buffer, checks=()):
         self.allowed(buffer)
         error = ReadError("EIO") if len(self.tickets) == self.fail_at else None
         self.tickets.append(FakeTicket(buffer, error))

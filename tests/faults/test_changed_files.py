@@ -75,7 +75,7 @@ def test_between_load_and_prefill(folder, shard, prompt, change):
 
 def test_during_prefill(folder, shard, intact, prompt, answer, change):
     """The prompt fails, and a cache that held an earlier prompt can go on elsewhere."""
-    tail = random_tokens(100, 12, seed=8)
+    tail = random_tokens(100, 40, seed=8)
 
     def change_once(at):
         if at.layer == 1:

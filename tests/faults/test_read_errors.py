@@ -53,10 +53,10 @@ def _tokens(runtime, prompt, count, **options) -> list[int]:
 
 
 def _check_error(error, fault, folder) -> None:
-    file, offset = fault.failed[0]
     assert isinstance(error, errors.ReadError)
-    assert error.file == str(shards(folder)[file])
-    assert f"at offset {offset}" in str(error)
+    # Several threads may have failed; who ends first is reported.
+    named = [(str(shards(folder)[file]), f"at offset {at}") for file, at in fault.failed]
+    assert any(error.file == file and place in str(error) for file, place in named)
     assert "Input/output error" in str(error)
     assert error.remedy
 
@@ -99,7 +99,7 @@ def test_short_prompt_fails_and_works(intact, fault):
 
 
 def test_a_users_cache_survives_a_failed_prefill(intact, prompt, fault):
-    tail = random_tokens(100, 20, seed=8)
+    tail = random_tokens(100, 40, seed=8)
     expected = stock_greedy(stock_model(intact), prompt + tail, 5)
     with nothing_left(), mlx_stream.load(intact, memory_budget=ROOMY) as runtime:
         cache = runtime.prefill(prompt).cache
@@ -116,7 +116,7 @@ def test_a_users_cache_survives_a_failed_prefill(intact, prompt, fault):
 @pytest.mark.parametrize("skip", [0, 3, 7])
 def test_decode_fails_and_the_cache_can_go_on(intact, prompt, answer, fault, tight, skip):
     """The step that failed is undone: feeding its token again continues the answer."""
-    with nothing_left(), mlx_stream.load(intact, memory_budget=tight) as runtime:
+    with nothing_left(), mlx_stream.load(intact, memory_budget=tight, predict="off") as runtime:
         cache = runtime.prefill(prompt[:-1]).cache
         tokens = runtime.stream_generate(prompt[-1:], len(answer), prompt_cache=cache)
         got = [next(tokens).token, next(tokens).token]
@@ -133,7 +133,7 @@ def test_decode_fails_and_the_cache_can_go_on(intact, prompt, answer, fault, tig
 
 def test_decode_after_a_failed_decode(intact, prompt, answer, fault, tight):
     """Failed reads leave no half-read expert in the decode cache."""
-    with nothing_left(), mlx_stream.load(intact, memory_budget=tight) as runtime:
+    with nothing_left(), mlx_stream.load(intact, memory_budget=tight, predict="off") as runtime:
         for skip in range(6):
             tokens = runtime.stream_generate(prompt, len(answer))
             next(tokens)

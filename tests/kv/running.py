@@ -30,7 +30,8 @@ def stock_run(
     cache: list[Any] | None = None,
 ) -> list[np.ndarray]:
     """Log-probabilities ``[V]`` of `count` greedy steps of mlx_lm.generate_step."""
-    options = {k: v for k, v in asdict(kv).items() if cache is None or k != "max_kv_size"}
+    ours = {"kv_evict", "kv_dir"} | (set() if cache is None else {"max_kv_size"})
+    options = {k: v for k, v in asdict(kv).items() if k not in ours}
     steps = generate_step(
         mx.array(list(prompt)),
         model,

@@ -52,7 +52,7 @@ FACTS = {
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
     """``executed(path) -> notebook``, run once."""
-    for name in ("nbclient", "ipykernel", "matplotlib"):
+    for name in ("nbclient", "ipykernel", "ipywidgets", "matplotlib"):
         pytest.importorskip(name, reason=f"{name} is not installed: pip install -e '.[notebooks]'")
     done = {}
 

@@ -205,8 +205,7 @@ def test_break_even_is_where_computing_takes_as_long_as_the_reads(model, costs):
     star = round(found.break_even_tokens)
     assert 2 < star < 10_000
     before, after = (
-        forecast(plan_of(model, n, union_tokens=0), costs, profile)
-        for n in (star // 2, star * 2)
+        forecast(plan_of(model, n, union_tokens=0), costs, profile) for n in (star // 2, star * 2)
     )
     assert before.bound == "read"
     assert after.bound == "compute"
@@ -216,8 +215,7 @@ def test_break_even_is_where_computing_takes_as_long_as_the_reads(model, costs):
 def test_break_even_moves_with_the_disk(model, costs):
     plan = plan_of(model, 10)
     stars = [
-        forecast(plan, costs, machine(read=r, flops=1e9)).break_even_tokens
-        for r in (1e7, 1e8, 1e9)
+        forecast(plan, costs, machine(read=r, flops=1e9)).break_even_tokens for r in (1e7, 1e8, 1e9)
     ]
     assert stars == sorted(stars, reverse=True)
 

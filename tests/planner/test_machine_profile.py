@@ -1,4 +1,4 @@
-"""The machine profile: what is written is read, what is impossible is refused, rates interpolate."""
+"""The machine profile: what is written is read, the impossible is refused, rates interpolate."""
 
 from __future__ import annotations
 
@@ -133,9 +133,7 @@ def test_random_reads_have_rates_of_their_own():
 
 
 @given(
-    points=st.dictionaries(
-        st.integers(1, 1 << 30), st.floats(1.0, 1e12), min_size=1, max_size=6
-    ),
+    points=st.dictionaries(st.integers(1, 1 << 30), st.floats(1.0, 1e12), min_size=1, max_size=6),
     at=st.floats(1, 1 << 31),
 )
 def test_interpolation_stays_between_its_neighbours(points, at):

@@ -56,7 +56,9 @@ def test_dense_flops_are_those_of_the_modules(checkpoint, stock, name, mode):
     bare = sum(  # parameters that are matrices but no nn.Linear: routers of some families
         2.0 * p.size
         for n, p in tree_flatten(stock(path).parameters())
-        if p.ndim == 2 and n.endswith("gate.weight") and mode == "none"
+        if p.ndim == 2
+        and n.endswith("gate.weight")
+        and mode == "none"
         and not isinstance(_module(stock(path), n.removesuffix(".weight")), nn.Linear)
     )
     assert costs.dense_flops == pytest.approx(expected + bare, rel=1e-9)

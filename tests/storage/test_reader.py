@@ -46,6 +46,12 @@ def nothing_left_behind():
     assert resources() == before
 
 
+@pytest.fixture(autouse=True)
+def every_op_alone(monkeypatch):
+    """So that small files give several threads work; runs have tests of their own."""
+    monkeypatch.setattr(read_workers, "RUN_NBYTES", 0)
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     return plain_checkpoint(tmp_path / "m", [SIZE, SIZE])
@@ -365,6 +371,47 @@ def test_unreadable_file(checkpoint, monkeypatch):
     assert "ulimit" in caught.value.remedy
 
 
+# --- runs of small ops ----------------------------------------------------------------------
+
+
+def test_small_ops_are_read_by_one_thread_and_large_ones_are_shared(checkpoint, monkeypatch):
+    monkeypatch.setattr(read_workers, "RUN_NBYTES", 3 * BLOCK)
+    seen, lock = [], threading.Lock()
+
+    def note(file, offset, nbytes):
+        with lock:
+            seen.append((threading.current_thread().name, offset // BLOCK))
+
+    buffer = aligned_buffer(SIZE + BLOCK)
+    with Reader(checkpoint, threads=3, fault=note) as r:
+        r.submit([block_op(n) for n in range(8)], buffer).wait(10)
+        assert r.counters.calls == 8
+    by_thread = {}
+    for thread, block in seen:
+        by_thread.setdefault(thread, []).append(block)
+    runs = [[0, 1, 2], [3, 4, 5], [6, 7]]
+    for blocks in by_thread.values():
+        assert any(blocks[: len(run)] == run for run in runs), "runs start at a run's first op"
+    assert sorted(block for _, block in seen) == list(range(8))
+
+
+def test_a_run_ends_at_its_first_failure(checkpoint, monkeypatch):
+    monkeypatch.setattr(read_workers, "RUN_NBYTES", 1 << 20)
+    seen = []
+
+    def fail(file, offset, nbytes):
+        seen.append(offset // BLOCK)
+        if offset == 2 * BLOCK:
+            raise OSError(errno.EIO, "no")
+
+    with Reader(checkpoint, threads=2, fault=fail) as r:
+        ticket = r.submit([block_op(n) for n in range(8)], aligned_buffer(SIZE + BLOCK))
+        with pytest.raises(ReadError, match="offset 8192"):
+            ticket.wait(10)
+        r.submit([block_op(0)], aligned_buffer(BLOCK)).wait(10)
+    assert seen == [0, 1, 2, 0]
+
+
 # --- cancel and close -----------------------------------------------------------------------
 
 
@@ -481,7 +528,7 @@ def test_ctrl_c_interrupts_wait(checkpoint):
 
 
 def test_wait_is_woken_and_does_not_poll(checkpoint, monkeypatch):
-    monkeypatch.setattr(read_workers, "_POLL", 60)
+    monkeypatch.setattr("mlx_stream.storage.ticket.POLL", 60)
     gate = Gate()
     with Reader(checkpoint, fault=gate) as r:
         ticket = r.submit([block_op(0)], aligned_buffer(BLOCK))

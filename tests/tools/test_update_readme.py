@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 from click.testing import CliRunner
 
@@ -83,11 +85,11 @@ def test_round_trip(root):
     assert text.endswith("\n\nRest.\n")
     assert "old" not in text
     for line in (
-        "| layer-major (mlx_stream) | 1,024 | 1.50 (1.00 to 9.00) | 683 | 1 MB | 1.00 | 7 MB |",
-        "| chunk-major, chunks of 512 | 1,024 | 3.00 (3.00 to 3.00) | 341 | 2 MB | 2.00 | 7 MB |",
+        "| layer-major (mlx_stream) | 1,024 | 1.50 (1.00 to 9.00) | 683 | 1.00 MB | 1.00 |",
+        "| chunk-major, chunks of 512 | 1,024 | 3.00 (3.00 to 3.00) | 341 | 2.00 MB | 2.00 |",
         "| stock mlx-lm, all in memory | 1,024 | 8.00 (8.00 to 8.00) | 128 | - | - | - |",
-        "| the computing alone | 1,024 | 2.00 (2.00 to 2.00) |  | - | - | 7 MB |",
-        "| decode, 97% cache hits | 256 + 32 | 16.00 (16.00 to 16.00) | 2.00 | 1 MB |",
+        "| the computing alone | 1,024 | 2.00 (2.00 to 2.00) |  | - | - | 7.00 MB |",
+        "| decode, 97% cache hits | 256 + 32 | 16.00 (16.00 to 16.00) | 2.00 | 1.00 MB |",
         f"all experts once ([machine.csv]({NAME})):",
         f"({tool.PICTURE})",
     ):
@@ -99,21 +101,20 @@ def test_round_trip(root):
 
 
 def test_the_command_is_one_that_bench_takes(root):
-    block = page(root).split("```bash\n")[1].split("\n```")[0].replace(" \\\n   ", "")
-    first, command, last = block.split(" && ")
-    assert first == f"rm -f {NAME}"
-    assert last == "python tools/update_readme.py"
-    assert command.startswith("mlx_stream bench --tokens 256,1024 --chunks 512 --budgets 4GB ")
-    # The shell's quotes are gone in argv.
-    words = command.replace('"stock mlx-lm', "stock mlx-lm").split(" --orders ")
-    assert len(words) == 2
-    orders, *flags = words[1].split('" ')
-    assert orders.strip('"') == "layer-major,chunk-major,stock mlx-lm,compute only,decode"
-    argv = [*words[0].split()[2:], "--orders", orders.strip('"'), *" ".join(flags).split()]
+    block = page(root).split("```bash\n")[1].split("\n```")[0]
+    words = shlex.split(block.replace("\\\n", ""))
+    start, stop = (n for n, word in enumerate(words) if word == "&&")
+    assert words[:start] == ["rm", "-f", NAME]
+    assert words[stop + 1 :] == ["python", "tools/update_readme.py"]
+    program, command, *argv = words[start + 1 : stop]
+    assert (program, command) == ("mlx_stream", "bench")
     context = bench.make_context("bench", argv)
     assert context.params["rounds"] == 3
     assert context.params["new_tokens"] == 32
     assert context.params["tokens"] == "256,1024"
+    assert context.params["chunks"] == "512"
+    assert context.params["budgets"] == "4GB"
+    assert context.params["orders"].split(",") == [*dict.fromkeys(r.arm.order for r in RUNS)]
     assert str(context.params["csv"]) == NAME
 
 

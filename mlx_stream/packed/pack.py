@@ -1,0 +1,322 @@
+"""Packing: a checkpoint's experts into records, file by file, safe to stop at any moment.
+
+The order of events makes it safe: every file gets its name when it is complete, the journal then
+says so, and the manifest, without which nobody uses the folder, is written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_stream import interrupts
+from mlx_stream.errors import PackError
+from mlx_stream.packed.checking import check_file, open_files
+from mlx_stream.packed.digests import Digester, digest_bytes
+from mlx_stream.packed.folder_lock import folder_lock
+from mlx_stream.packed.layout import SHARD_NBYTES, FileLayout, PackPlan, plan_pack
+from mlx_stream.packed.manifest_json import (
+    journal_json,
+    make_manifest,
+    manifest_json,
+    parse_journal,
+    plan_id,
+    source_files,
+)
+from mlx_stream.packed.output_file import TEMPORARY, OutputFile, write_whole
+from mlx_stream.packed.pieces import PIECE_NBYTES, PieceSource
+from mlx_stream.packed.side_files import copy_side_files, side_files
+from mlx_stream.storage.checkpoint import open_checkpoint
+from mlx_stream.storage.expert_index import ExpertIndex, build_expert_index
+from mlx_stream.storage.open_modes import IoChoice
+from mlx_stream.storage.packed_manifest import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    PackedManifest,
+    SourceFile,
+    is_packed,
+    read_manifest,
+)
+from mlx_stream.storage.reader import Reader
+
+SPARE_NBYTES = 64 << 20  # free space that stays free
+Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is being done
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """How a checkpoint is packed.
+
+    Attributes:
+        orders: by layer name, its experts in file order.
+        verify: read everything again at the end.
+        force: replace a folder that holds another packing.
+    """
+
+    orders: Mapping[str, Sequence[int]] | None = None
+    verify: bool = False
+    force: bool = False
+    io: IoChoice = "direct"
+    threads: int = 4
+    shard_nbytes: int = SHARD_NBYTES
+    piece_nbytes: int = PIECE_NBYTES
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What was done. `kept_nbytes` were there from an earlier run."""
+
+    manifest: PackedManifest
+    nbytes: int
+    kept_nbytes: int
+    seconds: float
+    already: bool = False
+
+
+def nothing(done: int, total: int, what: str) -> None:
+    """Progress that nobody sees."""
+
+
+def pack(
+    source: Path, target: Path, options: PackOptions, progress: Progress = nothing
+) -> PackReport:
+    """Pack the checkpoint `source` into the folder `target`; goes on where an earlier run stopped.
+
+    Raises:
+        PackError: no room, not writable, somebody else packs there, or the folder holds other
+            things; nothing that was there is lost.
+        CheckpointError, ReadError: the source cannot be used, or changed meanwhile.
+        DamagedRecordError: `verify` found other bytes than were written.
+    """
+    started = time.perf_counter()
+    index = build_expert_index(open_checkpoint(source))
+    plan = plan_pack(index, options.orders or {}, shard_nbytes=options.shard_nbytes)
+    sources = source_files(index.checkpoint)
+    target = _make_folder(index, target)
+    with interrupts.deferred(), folder_lock(target):
+        packing = _Packing(index, plan, sources, target, options, progress)
+        if packing.finished():
+            done = read_manifest(target)
+            return PackReport(done, plan.nbytes, plan.nbytes, time.perf_counter() - started, True)
+        manifest, kept = packing.run()
+    return PackReport(manifest, plan.nbytes, kept, time.perf_counter() - started)
+
+
+def _make_folder(index: ExpertIndex, target: Path) -> Path:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PackError(
+            "the folder cannot be made",
+            file=target,
+            expected="a folder, or a name for a new one",
+            actual=error.strerror or str(error),
+            remedy="choose another folder for -o",
+        ) from error
+    if target.resolve() == index.checkpoint.path.resolve():
+        raise PackError(
+            "source and target are the same folder",
+            file=target,
+            expected="another folder",
+            remedy="choose another folder for -o",
+        )
+    return target
+
+
+class _Packing:
+    """One run, with the folder's lock held."""
+
+    def __init__(
+        self,
+        index: ExpertIndex,
+        plan: PackPlan,
+        sources: tuple[SourceFile, ...],
+        target: Path,
+        options: PackOptions,
+        progress: Progress,
+    ) -> None:
+        self._index, self._plan, self._sources = index, plan, sources
+        self._target, self._options, self._progress = target, options, progress
+        self._id = plan_id(plan, sources)
+        self._digests: dict[str, list[int]] = {}
+        self._done = 0
+        self._total = plan.nbytes * (2 if options.verify else 1)
+
+    def finished(self) -> bool:
+        """Whether the folder holds this very packing already; clears what may be replaced."""
+        journal = self._target / JOURNAL_NAME
+        raw = journal.read_bytes() if journal.is_file() else b""
+        known, finished = parse_journal(raw)
+        names = {f.name for f in self._plan.files}
+        if known == self._id:
+            self._digests = {n: d for n, d in finished.items() if n in names}
+        if is_packed(self._target):
+            if self._is_ours():
+                journal.unlink(missing_ok=True)
+                return True
+            self._refuse_unless_forced("another packing", MANIFEST_NAME)
+            self._clear(read_or_none(self._target))
+        elif raw and known != self._id:
+            self._refuse_unless_forced("a packing of something else, not finished", JOURNAL_NAME)
+            self._clear(None)
+        elif not raw:
+            self._refuse_foreign()
+        return False
+
+    def run(self) -> tuple[PackedManifest, int]:
+        """Write what is missing. Returns the manifest and the bytes that were there."""
+        for stale in self._target.glob(f".*{TEMPORARY}"):
+            stale.unlink(missing_ok=True)
+        kept = self._keep_finished()
+        self._require_room(kept)
+        self._write_journal()
+        options = self._options
+        with Reader(self._index.checkpoint, io=options.io, threads=options.threads) as reader:
+            pieces = PieceSource(reader, piece_nbytes=options.piece_nbytes)
+            for layout in self._plan.files:
+                if layout.name not in self._digests:
+                    self._digests[layout.name] = self._write(layout, pieces)
+                    self._write_journal()
+            others = copy_side_files(self._index.checkpoint.path, self._target)
+            reader.check_unchanged()
+        if options.verify:
+            self._verify(self._plan.files)
+        manifest = make_manifest(
+            self._index.checkpoint.path.resolve(), self._sources, self._plan, self._digests, others
+        )
+        write_whole(self._target / MANIFEST_NAME, manifest_json(manifest))
+        (self._target / JOURNAL_NAME).unlink(missing_ok=True)
+        return manifest, kept
+
+    def _write(self, layout: FileLayout, pieces: PieceSource) -> list[int]:
+        digester = Digester(layout)
+        path = self._target / layout.name
+        with OutputFile(path, layout.nbytes, io=self._options.io) as output:
+            for piece in pieces.assemble(layout):
+                interrupts.check()
+                output.write(piece.at, piece.data)
+                digester.add(piece)
+                self._report(len(piece.data), layout.name)
+            output.commit()
+        return digester.finish()
+
+    def _keep_finished(self) -> int:
+        """Forget finished files that are not as the journal says. Returns the bytes kept."""
+        known, self._digests = self._digests, {}
+        layouts = {f.name: f for f in self._plan.files}
+        kept = 0
+        for name, digests in known.items():
+            layout = layouts[name]
+            if self._sound(layout, digests):
+                self._digests[name] = digests
+                kept += layout.nbytes
+                self._report(layout.nbytes, f"{name} is there")
+        return kept
+
+    def _sound(self, layout: FileLayout, digests: list[int]) -> bool:
+        path = self._target / layout.name
+        if len(digests) != len(layout.parts) or not path.is_file() or path.is_symlink():
+            return False
+        if path.stat().st_size != layout.nbytes:
+            return False
+        with open_files(self._target, [path], self._options.io) as pieces:
+            return not check_file(layout, digests, pieces, 0).damaged
+
+    def _verify(self, layouts: Sequence[FileLayout]) -> None:
+        paths = [self._target / layout.name for layout in layouts]
+        with open_files(self._target, paths, self._options.io) as pieces:
+            for number, layout in enumerate(layouts):
+                digests = self._digests[layout.name]
+                result = check_file(
+                    layout,
+                    digests,
+                    pieces,
+                    number,
+                    lambda n, name=layout.name: self._report(n, f"verifying {name}"),
+                )
+                result.require_sound(paths[number])
+
+    def _require_room(self, kept: int) -> None:
+        sides = sum(f.stat().st_size for f in side_files(self._index.checkpoint.path))
+        needed = self._plan.nbytes - kept + sides + SPARE_NBYTES
+        free = shutil.disk_usage(self._target).free
+        if needed > free:
+            raise PackError(
+                "there is not enough free space",
+                file=self._target,
+                expected=f"{needed} bytes ({kept} are there already)",
+                actual=f"{free} bytes",
+                remedy="free some space, or choose a folder on another disk",
+            )
+
+    def _write_journal(self) -> None:
+        write_whole(self._target / JOURNAL_NAME, journal_json(self._id, self._digests))
+
+    def _report(self, nbytes: int, what: str) -> None:
+        self._done += nbytes
+        self._progress(self._done, self._total, what)
+
+    def _is_ours(self) -> bool:
+        found = read_or_none(self._target)
+        if found is None or self._options.force:
+            return False
+        same = [(r.layer, r.order, r.file) for r in found.layers]
+        ours = [(r.layer, r.order, r.file) for r in self._plan.records]
+        sizes = {f.name: f.size for f in found.files}
+        return (
+            found.sources == self._sources
+            and same == ours
+            and sizes == {f.name: f.nbytes for f in self._plan.files}
+        )
+
+    def _refuse_unless_forced(self, what: str, name: str) -> None:
+        if not self._options.force:
+            raise PackError(
+                f"the folder holds {what}",
+                file=self._target / name,
+                expected="an empty folder, or one of this source and order",
+                remedy="choose another folder, or pass --force to replace it",
+            )
+
+    def _refuse_foreign(self) -> None:
+        """Never write among files that are not ours, --force or not."""
+        own = (".pack.lock",)
+        found = [
+            p.name
+            for p in self._target.iterdir()
+            if p.name not in own and not p.name.endswith(TEMPORARY)
+        ]
+        if found:
+            raise PackError(
+                "the folder holds other files",
+                file=self._target,
+                expected="an empty folder, or an unfinished packing",
+                actual=", ".join(sorted(found)[:5]),
+                remedy="choose another folder for -o",
+            )
+
+    def _clear(self, old: PackedManifest | None) -> None:
+        """Unmake another packing: the manifest first, so that nobody uses the rest."""
+        (self._target / MANIFEST_NAME).unlink(missing_ok=True)
+        names = [f.name for f in (*old.files, *old.others)] if old is not None else []
+        names += [p.name for p in self._target.glob("experts-*-of-*.safetensors")]
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                (self._target / name).unlink()
+        (self._target / JOURNAL_NAME).unlink(missing_ok=True)
+        self._digests = {}
+
+
+def read_or_none(folder: Path) -> PackedManifest | None:
+    """The manifest, or None where it cannot be used."""
+    try:
+        return read_manifest(folder)
+    except Exception:
+        return None
+
+
+__all__ = ["PackOptions", "PackReport", "Progress", "digest_bytes", "nothing", "pack"]

@@ -1,0 +1,69 @@
+"""The small files beside the weights: config, tokenizer, chat template, model code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from mlx_stream.errors import PackError
+from mlx_stream.packed.digests import digest_bytes
+from mlx_stream.packed.output_file import write_whole
+from mlx_stream.storage.checkpoint import INDEX_NAME
+from mlx_stream.storage.packed_manifest import JOURNAL_NAME, MANIFEST_NAME, PackedFile
+
+PATTERNS = (
+    "*.json",
+    "*.jsonl",
+    "*.txt",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "*.py",
+    "*.md",
+    "LICENSE*",
+    "NOTICE*",
+)
+LEFT_OUT = (MANIFEST_NAME, JOURNAL_NAME, INDEX_NAME)  # the index names tensors that are elsewhere
+MAX_NBYTES = 256 << 20
+
+
+def side_files(folder: Path) -> list[Path]:
+    """Those to copy, by name. Raises PackError for one that is too large to be what it seems."""
+    found = []
+    for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+        name = entry.name
+        wanted = any(fnmatchcase(name, pattern) for pattern in PATTERNS)
+        if not wanted or name in LEFT_OUT or name.startswith(".") or not entry.is_file():
+            continue
+        if entry.stat().st_size > MAX_NBYTES:
+            raise PackError(
+                "a file beside the weights is too large to be copied",
+                file=entry.path,
+                expected=f"at most {MAX_NBYTES} bytes",
+                actual=entry.stat().st_size,
+                remedy="move it out of the folder",
+            )
+        found.append(folder / name)
+    return found
+
+
+def copy_side_files(source: Path, target: Path) -> Sequence[PackedFile]:
+    """Copy them; each is replaced whole. Raises PackError."""
+    return [copy_side_file(path, target) for path in side_files(source)]
+
+
+def copy_side_file(path: Path, target: Path) -> PackedFile:
+    """Copy one. Raises PackError."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise PackError(
+            "a file beside the weights cannot be read",
+            file=path,
+            actual=error.strerror or str(error),
+            remedy="check its permissions, or move it out of the folder",
+        ) from error
+    write_whole(target / path.name, data)
+    return PackedFile(path.name, len(data), digest_bytes(data))
