@@ -46,6 +46,7 @@ class Allotment:
         self._asked, self._free_bytes = asked, free_bytes
         self._reserve = default_reserve(psutil.virtual_memory().total)
         self._governor: Governor | None = None
+        self._kv_decode: int | None = None  # what the last plan's keys and values take afterwards
         budget.reserve("expert cache", decoder.nbytes)
 
     def grant(self, plan: PrefillPlan) -> None:
@@ -59,6 +60,7 @@ class Allotment:
         if not self._about_right(memory.expert_cache):
             self.resize_cache(memory.expert_cache)
         self._budget.reserve("kv cache", memory.kv)
+        self._kv_decode = plan.kv_decode
         self._budget.reserve(
             "prefill", memory.staging + memory.held + memory.transient + memory.scratch
         )
@@ -70,6 +72,10 @@ class Allotment:
     def settle(self) -> None:
         """Prefill's memory is free again: the expert cache may grow into it during decode."""
         self._budget.release("prefill")
+        if self._kv_decode is not None:
+            self._budget.release("kv cache")
+            self._budget.reserve("kv cache", self._kv_decode)
+            self._kv_decode = None
         decoder, most = self._decoder, self._most_cache_nbytes
         # Stacked slots would have to be moved, and what prefill left in them is worth more.
         most = decoder.nbytes if decoder.plan.stacked else most

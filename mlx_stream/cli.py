@@ -16,6 +16,7 @@ from mlx_stream.chat import chat
 from mlx_stream.config import format_bytes
 from mlx_stream.doctor import doctor
 from mlx_stream.generate import generate
+from mlx_stream.pack_command import pack, repair, verify
 from mlx_stream.plan_command import EXAMPLES as PLAN_EXAMPLES
 from mlx_stream.plan_command import plan_options, run_plan
 from mlx_stream.probe_command import probe
@@ -53,6 +54,9 @@ cli.add_command(doctor)
 cli.add_command(bench)
 cli.add_command(trace)
 cli.add_command(probe)
+cli.add_command(pack)
+cli.add_command(verify)
+cli.add_command(repair)
 
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:

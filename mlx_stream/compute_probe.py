@@ -24,7 +24,7 @@ from mlx_stream.probe_arms import FLOATS, MICRO, PACKED, Arm, BlockShape, measur
 
 HEAD_VALUES = 4096  # of the attention arms: heads times head size, all sizes alike
 GROUP_NBYTES = 48 << 20  # of all experts of an arm together: more than caches hold
-EXPERTS, MOST_SLOTS = 4, 16
+LEAST_EXPERTS, MOST_EXPERTS, MOST_SLOTS = 4, 16, 16
 FEW_ROWS = 64
 COPY_NBYTES = 64 << 20
 
@@ -107,19 +107,20 @@ def _expert_parts(backend: Backend, shapes: ProbeShapes) -> Iterator[Any]:
             if number == place == 0 and shapes.most_rows > max(rows):
                 rows = (*rows, shapes.most_rows)
             case = Case(mode, bits, group, dims=block.hidden, hidden=block.expert_hidden)
-            yield _expert_arms(backend, case, floats, rows)
+            yield expert_arms(backend, case, floats, rows)
 
 
 @contextmanager
-def _expert_arms(
+def expert_arms(
     backend: Backend, case: Case, floats: mx.Dtype, rows: tuple[int, ...]
 ) -> Iterator[list[Arm]]:
     """One read group of experts, computed for chunks of several lengths."""
     bits = case.bits * 1.125 if case.bits else 8 * floats.size
     each = 3 * case.dims * case.hidden * bits / 8
-    count = max(1, min(MOST_SLOTS, int(GROUP_NBYTES // (EXPERTS * each))))
-    bench = make_bench(replace(case, experts=EXPERTS, tokens=1, top_k=1), floats)
-    with filled_slots(backend, bench, [range(EXPERTS)] * count) as slots:
+    experts = max(LEAST_EXPERTS, min(MOST_EXPERTS, int(GROUP_NBYTES / 8 // each)))
+    count = max(1, min(MOST_SLOTS, int(GROUP_NBYTES // (experts * each))))
+    bench = make_bench(replace(case, experts=experts, tokens=1, top_k=1), floats)
+    with filled_slots(backend, bench, [range(experts)] * count) as slots:
         yield [_expert_arm(backend, bench.mlp, slots, case, n) for n in rows]
 
 

@@ -79,8 +79,8 @@ def probe(
         with place as file:
             assert file is not None
             reads = _reads(file, seconds, say)
-        computes, name, cores = _computes(backend, seconds, say)
-    profile = make_profile(reads, computes, name, cores)
+            computes, name, cost = _computes(backend, file, seconds, say)
+    profile = make_profile(reads, computes, name, cost)
     if save:
         profile.save(default_profile_path())
     if as_json:
@@ -92,7 +92,7 @@ def probe(
 
 
 def make_profile(
-    reads: Sequence[ReadRate], computes: Sequence[ComputeRate], backend: str, cores: int
+    reads: Sequence[ReadRate], computes: Sequence[ComputeRate], backend: str, overlap_cost: float
 ) -> MachineProfile:
     """Rates with the name of this machine and the time."""
     from mlx_stream.planner.machine_profile import VERSION, MachineProfile
@@ -105,7 +105,7 @@ def make_profile(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         reads=tuple(reads),
         computes=tuple(computes),
-        cores=cores,
+        overlap_cost=overlap_cost,
     )
 
 
@@ -131,11 +131,12 @@ def _reads(file: Path, seconds: float, say: Callable[[str], None]) -> list[ReadR
 
 
 def _computes(
-    backend: str, seconds: float, say: Callable[[str], None]
-) -> tuple[list[ComputeRate], str, int]:
-    """The rates, the backend's name, and the cores that reading and computing share."""
+    backend: str, file: Path, seconds: float, say: Callable[[str], None]
+) -> tuple[list[ComputeRate], str, float]:
+    """The rates, the backend's name, and what overlapping with reads costs."""
     from mlx_stream.backends.select import select_backend
     from mlx_stream.compute_probe import probe_compute
+    from mlx_stream.overlap_probe import probe_overlap
 
     chosen = select_backend(backend)
     try:
@@ -144,16 +145,10 @@ def _computes(
             seconds=seconds,
             progress=lambda done, of: say(f"computing on {chosen.name}: {done} of {of}"),
         )
-        return rates, chosen.name, shared_cores(chosen.name)
+        say("reading and computing at once")
+        return rates, chosen.name, probe_overlap(chosen, file, seconds / 5)
     finally:
         chosen.close()
-
-
-def shared_cores(backend: str) -> int:
-    """Cores that reading and computing compete for; 0 when a GPU computes."""
-    from mlx_stream.backends.cpu.pool import default_threads
-
-    return default_threads() if backend == "cpu" else 0
 
 
 def _show(console: Console, profile: MachineProfile) -> None:
@@ -180,6 +175,9 @@ def _show(console: Console, profile: MachineProfile) -> None:
         rate = f"{c.flops_per_second / 1e9:.2f} G{_UNITS.get(c.format, 'FLOP')}/s"
         table.add_row(c.kind, c.format, size, str(c.rows), rate, f"{c.spread:.0%}")
     console.print(table)
+    console.print(
+        f"reading and computing at once lose {profile.overlap_cost:.0%} of the shorter one's time"
+    )
 
 
 _UNITS = {"copy": "B", "elementwise": "values"}

@@ -37,6 +37,9 @@ class Receipt:
         cached_experts: experts handed to the decode cache.
         weighted_layers: expert layers whose outputs were combined inside the stream.
         kernels: ``"path: reason"`` -> expert layers computed that way.
+        kv_peak_bytes: most bytes of keys, values and recurrent states in memory when chunks met.
+        resumed_layers: expert layers (of all segments) that a checkpoint spared.
+        notes: what did not go as usual.
         decode: what the tokens after it cost (see decode/metrics.py), once they are there.
     """
 
@@ -58,6 +61,9 @@ class Receipt:
     cached_experts: int = 0
     weighted_layers: int = 0
     kernels: dict[str, int] = field(default_factory=dict)
+    kv_peak_bytes: int = 0
+    resumed_layers: int = 0
+    notes: tuple[str, ...] = ()
     decode: dict[str, object] | None = None
 
     @property

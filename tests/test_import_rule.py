@@ -24,7 +24,7 @@ BACKENDS = STORAGE | {"backends"}
 EXPERTS = BACKENDS | {"experts"}
 SIBLINGS = EXPERTS
 PLANNER = {"errors", "config", "storage", "hub", "prefill.schedule", "kv.options"}
-KV = SIBLINGS | {"prefill.cache_views"}
+KV = SIBLINGS | {"prefill.cache_views", "prefill.hooks", "prefill.schedule"}
 RUNTIME = EXPERTS | {"prefill", "decode", "kv", "planner", "loader", "hub", "prompts"}
 FLAGS = {"sampling", "decode_flags", "kv_flags"}
 COMMANDS = {
@@ -82,7 +82,8 @@ ALLOWED = {
     "probe_arms": BASE | {"planner"},
     "block_probe": EXPERTS | {"planner", "probe_arms"},
     "compute_probe": EXPERTS | {"planner", "probe_arms", "block_probe"},
-    "probe_command": TOP | {"compute_probe"},
+    "overlap_probe": EXPERTS | {"probe_arms", "compute_probe"},
+    "probe_command": TOP | {"compute_probe", "overlap_probe"},
     "cli": TOP | {""},
     "__main__": TOP,
     "": set(),  # mlx_stream/__init__.py: lazy exports only

@@ -9,6 +9,7 @@ the operating system's; who asked for the file says what they mean.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import numpy as np
 BLOCK = 4096
 SLAB_NBYTES = 8 << 20  # written at once: bounds the copy of an array that is not contiguous
 TEMPORARY = ".tmp.safetensors"
+_serial = itertools.count()
 _NAMES = {
     mx.float32: "F32",
     mx.float16: "F16",
@@ -70,7 +72,8 @@ class ArrayFile:
         self.target = target
         self.nbytes = 0  # of data
         self._room = -(-(room + 8) // BLOCK) * BLOCK - 8
-        self._temporary = target.with_name(f".{target.stem}.{os.getpid()}{TEMPORARY}")
+        mark = f"{os.getpid()}-{next(_serial)}"
+        self._temporary = target.with_name(f".{target.stem}.{mark}{TEMPORARY}")
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._fd = os.open(self._temporary, flags, 0o600)
         self._hash = hashlib.blake2b(digest_size=16)

@@ -115,7 +115,7 @@ def save_prompt_file(
     if messages is not None:
         about["messages"] = json.dumps(messages)
     metadata = file_metadata(about, cache, scalars)
-    _check_room(target, sum(a.nbytes for a in arrays.values()) + len(str(metadata)))
+    check_room(target, sum(a.nbytes for a in arrays.values()) + len(str(metadata)))
     _write(target, arrays, metadata)
     return target
 
@@ -155,12 +155,13 @@ def state_entries(states: list[Any]) -> tuple[dict[str, Any], list[Any]]:
     return arrays, scalars
 
 
-def _check_room(target: Path, nbytes: int) -> None:
+def check_room(target: Path, nbytes: int) -> None:
+    """Refuse a file that its disk has no room for. Raises PromptFileError."""
     folder = target.absolute().parent
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise _unwritable(target, error.strerror or str(error)) from error
+        raise unwritable(target, error.strerror or str(error)) from error
     if free < nbytes + SPARE_NBYTES:
         raise PromptFileError(
             "there is no room for the prompt cache",
@@ -180,12 +181,13 @@ def _write(target: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) 
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except (OSError, RuntimeError) as error:
-        raise _unwritable(target, str(error)) from error
+        raise unwritable(target, str(error)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _unwritable(target: Path, actual: str) -> PromptFileError:
+def unwritable(target: Path, actual: str) -> PromptFileError:
+    """The error for a file that cannot be written."""
     return PromptFileError(
         "the prompt cache cannot be written",
         file=target,

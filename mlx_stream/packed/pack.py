@@ -6,7 +6,6 @@ says so, and the manifest, without which nobody uses the folder, is written last
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,20 +15,20 @@ from pathlib import Path
 from mlx_stream import interrupts
 from mlx_stream.errors import PackError
 from mlx_stream.packed.checking import check_file, open_files
-from mlx_stream.packed.digests import Digester, digest_bytes
+from mlx_stream.packed.digests import Digester
 from mlx_stream.packed.folder_lock import folder_lock
 from mlx_stream.packed.layout import SHARD_NBYTES, FileLayout, PackPlan, plan_pack
 from mlx_stream.packed.manifest_json import (
     journal_json,
     make_manifest,
     manifest_json,
-    parse_journal,
     plan_id,
     source_files,
 )
-from mlx_stream.packed.output_file import TEMPORARY, OutputFile, write_whole
+from mlx_stream.packed.output_file import OutputFile, write_whole
 from mlx_stream.packed.pieces import PIECE_NBYTES, PieceSource
 from mlx_stream.packed.side_files import copy_side_files, side_files
+from mlx_stream.packed.target_folder import prepare_target
 from mlx_stream.storage.checkpoint import open_checkpoint
 from mlx_stream.storage.expert_index import ExpertIndex, build_expert_index
 from mlx_stream.storage.open_modes import IoChoice
@@ -38,8 +37,6 @@ from mlx_stream.storage.packed_manifest import (
     MANIFEST_NAME,
     PackedManifest,
     SourceFile,
-    is_packed,
-    read_manifest,
 )
 from mlx_stream.storage.reader import Reader
 
@@ -98,11 +95,13 @@ def pack(
     sources = source_files(index.checkpoint)
     target = _make_folder(index, target)
     with interrupts.deferred(), folder_lock(target):
+        identity = plan_id(plan, sources)
+        found = prepare_target(target, identity, plan, sources, force=options.force)
+        if found.done is not None:
+            seconds = time.perf_counter() - started
+            return PackReport(found.done, plan.nbytes, plan.nbytes, seconds, already=True)
         packing = _Packing(index, plan, sources, target, options, progress)
-        if packing.finished():
-            done = read_manifest(target)
-            return PackReport(done, plan.nbytes, plan.nbytes, time.perf_counter() - started, True)
-        manifest, kept = packing.run()
+        manifest, kept = packing.run(identity, found.digests)
     return PackReport(manifest, plan.nbytes, kept, time.perf_counter() - started)
 
 
@@ -141,37 +140,15 @@ class _Packing:
     ) -> None:
         self._index, self._plan, self._sources = index, plan, sources
         self._target, self._options, self._progress = target, options, progress
-        self._id = plan_id(plan, sources)
+        self._id = ""
         self._digests: dict[str, list[int]] = {}
         self._done = 0
         self._total = plan.nbytes * (2 if options.verify else 1)
 
-    def finished(self) -> bool:
-        """Whether the folder holds this very packing already; clears what may be replaced."""
-        journal = self._target / JOURNAL_NAME
-        raw = journal.read_bytes() if journal.is_file() else b""
-        known, finished = parse_journal(raw)
-        names = {f.name for f in self._plan.files}
-        if known == self._id:
-            self._digests = {n: d for n, d in finished.items() if n in names}
-        if is_packed(self._target):
-            if self._is_ours():
-                journal.unlink(missing_ok=True)
-                return True
-            self._refuse_unless_forced("another packing", MANIFEST_NAME)
-            self._clear(read_or_none(self._target))
-        elif raw and known != self._id:
-            self._refuse_unless_forced("a packing of something else, not finished", JOURNAL_NAME)
-            self._clear(None)
-        elif not raw:
-            self._refuse_foreign()
-        return False
-
-    def run(self) -> tuple[PackedManifest, int]:
+    def run(self, identity: str, finished: Mapping[str, list[int]]) -> tuple[PackedManifest, int]:
         """Write what is missing. Returns the manifest and the bytes that were there."""
-        for stale in self._target.glob(f".*{TEMPORARY}"):
-            stale.unlink(missing_ok=True)
-        kept = self._keep_finished()
+        self._id = identity
+        kept = self._keep_finished(finished)
         self._require_room(kept)
         self._write_journal()
         options = self._options
@@ -204,12 +181,11 @@ class _Packing:
             output.commit()
         return digester.finish()
 
-    def _keep_finished(self) -> int:
-        """Forget finished files that are not as the journal says. Returns the bytes kept."""
-        known, self._digests = self._digests, {}
+    def _keep_finished(self, finished: Mapping[str, list[int]]) -> int:
+        """Take over the files that are as the journal says. Returns their bytes."""
         layouts = {f.name: f for f in self._plan.files}
         kept = 0
-        for name, digests in known.items():
+        for name, digests in finished.items():
             layout = layouts[name]
             if self._sound(layout, digests):
                 self._digests[name] = digests
@@ -259,64 +235,3 @@ class _Packing:
     def _report(self, nbytes: int, what: str) -> None:
         self._done += nbytes
         self._progress(self._done, self._total, what)
-
-    def _is_ours(self) -> bool:
-        found = read_or_none(self._target)
-        if found is None or self._options.force:
-            return False
-        same = [(r.layer, r.order, r.file) for r in found.layers]
-        ours = [(r.layer, r.order, r.file) for r in self._plan.records]
-        sizes = {f.name: f.size for f in found.files}
-        return (
-            found.sources == self._sources
-            and same == ours
-            and sizes == {f.name: f.nbytes for f in self._plan.files}
-        )
-
-    def _refuse_unless_forced(self, what: str, name: str) -> None:
-        if not self._options.force:
-            raise PackError(
-                f"the folder holds {what}",
-                file=self._target / name,
-                expected="an empty folder, or one of this source and order",
-                remedy="choose another folder, or pass --force to replace it",
-            )
-
-    def _refuse_foreign(self) -> None:
-        """Never write among files that are not ours, --force or not."""
-        own = (".pack.lock",)
-        found = [
-            p.name
-            for p in self._target.iterdir()
-            if p.name not in own and not p.name.endswith(TEMPORARY)
-        ]
-        if found:
-            raise PackError(
-                "the folder holds other files",
-                file=self._target,
-                expected="an empty folder, or an unfinished packing",
-                actual=", ".join(sorted(found)[:5]),
-                remedy="choose another folder for -o",
-            )
-
-    def _clear(self, old: PackedManifest | None) -> None:
-        """Unmake another packing: the manifest first, so that nobody uses the rest."""
-        (self._target / MANIFEST_NAME).unlink(missing_ok=True)
-        names = [f.name for f in (*old.files, *old.others)] if old is not None else []
-        names += [p.name for p in self._target.glob("experts-*-of-*.safetensors")]
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                (self._target / name).unlink()
-        (self._target / JOURNAL_NAME).unlink(missing_ok=True)
-        self._digests = {}
-
-
-def read_or_none(folder: Path) -> PackedManifest | None:
-    """The manifest, or None where it cannot be used."""
-    try:
-        return read_manifest(folder)
-    except Exception:
-        return None
-
-
-__all__ = ["PackOptions", "PackReport", "Progress", "digest_bytes", "nothing", "pack"]

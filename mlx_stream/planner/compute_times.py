@@ -139,4 +139,4 @@ def _group(
         read = count * each + count / run * ALIGN
         nbytes += read
         seconds += read / profile.read_bandwidth(request, order=order)
-    return Group(nbytes, seconds, compute, nbytes * profile.read_cpu_share)
+    return Group(nbytes, seconds, compute)

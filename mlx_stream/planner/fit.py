@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mlx_stream.config import format_bytes
 from mlx_stream.errors import BudgetError
 from mlx_stream.kv.options import PLAIN, KvOptions
-from mlx_stream.planner.kv_size import kv_size
+from mlx_stream.planner.kv_size import KvSize, kv_size, live_layers
 from mlx_stream.planner.model_shape import ModelShape
 from mlx_stream.prefill.schedule import (
     LayerReads,
@@ -37,6 +37,7 @@ DIRECT_ALIGN = 4096  # the largest block that file systems ask of cache-bypassin
 STAGING_NBYTES = 512 << 20
 DEEP_SLOTS = 4
 STAGING_SHARE = 0.6  # of what is left, the rest feeds the decode cache
+LAYERED_COPIES = 3  # a layer's keys and values as read, as an array, and with the new rows
 UNION_BELOW = 0.95  # expected share of experts used, below which only the routed ones are read
 
 
@@ -54,6 +55,7 @@ class Traits:
         union_tokens: longest prompt that waits for its routing before it reads.
         kv: how keys and values are kept.
         cache_overhead: bytes that the expert cache takes besides its records.
+        kv_window: tokens that the largest sliding window or attention chunk keeps; 0 without.
     """
 
     itemsize: int
@@ -65,6 +67,7 @@ class Traits:
     union_tokens: int = 512
     kv: KvOptions = PLAIN
     cache_overhead: int = 0
+    kv_window: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,10 @@ def plan_prefill(
     smallest = None
     for segment, chunk, group in _candidates(index, prompt_tokens, asked):
         choice = _Choice(segment, chunk, group, MIN_SLOTS)
-        memory = _memory(index, shape, traits, choice, prompt_tokens, past_tokens, budget)
+        kv = _kv(index, shape, traits, choice, prompt_tokens, past_tokens)
+        memory = _memory(index, shape, traits, choice, prompt_tokens, past_tokens, budget, kv)
         if memory.total <= budget:
-            return _finish(index, shape, traits, choice, memory, prompt_tokens, asked)
+            return _finish(index, shape, traits, choice, memory, kv, prompt_tokens, asked)
         if smallest is None or memory.total < smallest.total:
             smallest = memory
     assert smallest is not None
@@ -174,6 +178,7 @@ def _memory(
     prompt_tokens: int,
     past_tokens: int,
     budget: int,
+    kv: KvSize,
 ) -> MemoryPlan:
     item, tokens, total_tokens = traits.itemsize, choice.segment_tokens, prompt_tokens + past_tokens
     held = int(HELD_VECTORS * shape.streams * shape.hidden * item * tokens)
@@ -181,15 +186,6 @@ def _memory(
         held += tokens * shape.top_k * shape.hidden * item
     if shape.full_masks:
         held += tokens * total_tokens // 2
-    kv = kv_size(
-        shape,
-        traits.kv,
-        item,
-        total_tokens=total_tokens,
-        decode_tokens=traits.decode_tokens,
-        chunk_tokens=choice.chunk_tokens,
-        segments=-(-prompt_tokens // tokens),
-    )
     return MemoryPlan(
         budget=budget,
         resident=traits.resident,
@@ -202,12 +198,44 @@ def _memory(
     )
 
 
+def _kv(
+    index: ExpertIndex,
+    shape: ModelShape,
+    traits: Traits,
+    choice: _Choice,
+    prompt_tokens: int,
+    past_tokens: int,
+) -> KvSize:
+    return kv_size(
+        shape,
+        traits.kv,
+        traits.itemsize,
+        total_tokens=prompt_tokens + past_tokens,
+        decode_tokens=traits.decode_tokens,
+        chunk_tokens=choice.chunk_tokens,
+        segments=-(-prompt_tokens // choice.segment_tokens),
+        live=live_layers([layer.name for layer in index.layers], shape.layers),
+        window=traits.kv_window,
+    )
+
+
+def _decode_kv(memory: MemoryPlan, kv: KvSize, least_cache: int) -> tuple[int, bool]:
+    """Bytes of keys and values that decode holds, and whether it reads them layer by layer."""
+    if kv.stored <= memory.kv:
+        return memory.kv, False
+    least = memory.resident + memory.scratch + least_cache + kv.stored + kv.layer
+    if least <= memory.budget:
+        return kv.stored + kv.layer, False
+    return LAYERED_COPIES * kv.layer, True
+
+
 def _finish(
     index: ExpertIndex,
     shape: ModelShape,
     traits: Traits,
     choice: _Choice,
     memory: MemoryPlan,
+    kv: KvSize,
     prompt_tokens: int,
     asked: int,
 ) -> PrefillPlan:
@@ -219,7 +247,10 @@ def _finish(
     deep = max(DEEP_SLOTS, STAGING_NBYTES // slot_nbytes)
     slots = min(two_layers, deep, choice.slots + int(spare * STAGING_SHARE) // slot_nbytes)
     spare -= (slots - choice.slots) * slot_nbytes
-    cache = min(memory.expert_cache + spare, _whole_cache(index, traits))
+    kv_decode, layered = _decode_kv(memory, kv, memory.expert_cache)
+    # What decode will hold must be free when the prompt is over.
+    left = max(memory.expert_cache, memory.budget - memory.resident - memory.scratch - kv_decode)
+    cache = min(memory.expert_cache + spare, left, _whole_cache(index, traits))
     segments = cut_segments(prompt_tokens, choice.segment_tokens, choice.chunk_tokens)
     return PrefillPlan(
         model=shape.model_type,
@@ -240,7 +271,10 @@ def _finish(
         slots=slots,
         slot_nbytes=slot_nbytes,
         memory=replace(memory, staging=slots * slot_nbytes, expert_cache=cache),
-        notes=_notes(choice, asked, len(segments)),
+        notes=_notes(choice, asked, len(segments), layered),
+        kv_stored=kv.stored,
+        kv_decode=kv_decode,
+        kv_layered=layered,
     )
 
 
@@ -260,7 +294,7 @@ def _expected_used(index: ExpertIndex, shape: ModelShape, tokens: int) -> float:
     return 1.0 - (1.0 - shape.top_k / experts) ** tokens
 
 
-def _notes(choice: _Choice, asked: int, segments: int) -> tuple[str, ...]:
+def _notes(choice: _Choice, asked: int, segments: int, layered: bool) -> tuple[str, ...]:
     notes = []
     if choice.chunk_tokens < asked:
         notes.append(
@@ -269,5 +303,10 @@ def _notes(choice: _Choice, asked: int, segments: int) -> tuple[str, ...]:
     if segments > 1:
         notes.append(
             f"the held state does not fit: the experts are read {segments} times, once a segment"
+        )
+    if layered:
+        notes.append(
+            "the evicted keys and values do not fit at once: decode reads them layer by layer, "
+            "anew for every token"
         )
     return tuple(notes)

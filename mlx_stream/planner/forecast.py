@@ -96,7 +96,8 @@ def forecast(plan: PrefillPlan, costs: ModelCosts, profile: MachineProfile) -> F
     """The forecast of a plan for a model whose costs are known. Same inputs, same forecast."""
     phases = list(plan_phases(plan, costs, profile))
     read, compute = read_seconds(phases), compute_seconds(phases)
-    ttft = ring_seconds(phases, plan.slots, ahead=plan.mode == "stream")
+    ahead, cost = plan.mode == "stream", profile.overlap_cost
+    ttft = ring_seconds(phases, plan.slots, ahead=ahead, overlap_cost=cost)
     spread = max(LEAST_SPREAD, profile.spread("experts"), profile.spread("linear"))
     result = Forecast(
         prompt_tokens=plan.prompt_tokens,

@@ -23,7 +23,6 @@ from mlx_stream.storage.read_probe import ReadRate
 VERSION = 1
 KINDS = ("experts", "linear", "attention", "overhead")
 ELEMENTWISE, COPY = "elementwise", "copy"  # formats of kind "overhead"
-LARGE_NBYTES = 1 << 20  # requests of read groups are about this large or larger
 READER_DEPTH = 4  # the reader's threads, unless told otherwise
 
 __all__ = ["ComputeRate", "MachineProfile", "ProfileError", "ReadRate", "default_profile_path"]
@@ -66,7 +65,8 @@ class MachineProfile:
     Attributes:
         created: ISO date and time.
         io_mode: what the system granted for the reads.
-        cores: that reading and computing share; 0 when computing is another device's.
+        overlap_cost: share of the shorter of reading and computing that is lost when both go on:
+            0 when neither slows the other, 1 when it is no better than one after the other.
     """
 
     version: int
@@ -77,7 +77,7 @@ class MachineProfile:
     reads: tuple[ReadRate, ...]
     computes: tuple[ComputeRate, ...]
     notes: tuple[str, ...] = ()
-    cores: int = 0
+    overlap_cost: float = 0.0
 
     def with_reads_at_most(self, bytes_per_second: float) -> MachineProfile:
         """The same machine with a slower disk, as a throttled reader has it."""
@@ -86,12 +86,6 @@ class MachineProfile:
             for r in self.reads
         )
         return dataclasses.replace(self, reads=slower)
-
-    @property
-    def read_cpu_share(self) -> float:
-        """Seconds that computing loses for each byte that is read meanwhile."""
-        costs = sorted(r.cpu_seconds_per_byte for r in self.reads if r.nbytes >= LARGE_NBYTES)
-        return costs[len(costs) // 2] / self.cores if costs and self.cores else 0.0
 
     def read_bandwidth(
         self, nbytes: float, depth: int | None = None, order: str = "sequential"
@@ -190,7 +184,7 @@ class MachineProfile:
                 reads=tuple(_read_rate(r) for r in data["reads"]),
                 computes=tuple(_compute_rate(r) for r in data["computes"]),
                 notes=tuple(_text(n) for n in data["notes"]),
-                cores=_count(data["cores"]),
+                overlap_cost=_share(data["overlap_cost"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise _bad(
@@ -262,7 +256,6 @@ def _read_rate(data: dict[str, Any]) -> ReadRate:
         raise ValueError(f"order {rate.order!r}")
     _positive(rate.nbytes, rate.depth, rate.bytes_per_second, rate.iops)
     _positive(rate.p50_seconds, rate.p99_seconds)
-    _not_negative(rate.cpu_seconds_per_byte)
     _text(rate.io_mode)
     return rate
 
@@ -290,9 +283,10 @@ def _not_negative(*values: float) -> None:
             raise ValueError(f"{value!r} is no rate or size")
 
 
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no count")
+def _share(value: Any) -> float:
+    _not_negative(value)
+    if value > 1:
+        raise ValueError(f"{value!r} is no share")
     return value
 
 

@@ -17,13 +17,11 @@ class Group:
     Attributes:
         read_seconds: alone on the disk.
         compute_seconds: of its experts, once they are in memory.
-        drag_seconds: what its read takes from computing that goes on meanwhile.
     """
 
     nbytes: float
     read_seconds: float
     compute_seconds: float
-    drag_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,13 +42,16 @@ def compute_seconds(phases: Sequence[Phase]) -> float:
     return sum(p.before_seconds + sum(g.compute_seconds for g in p.groups) for p in phases)
 
 
-def ring_seconds(phases: Sequence[Phase], slots: int, *, ahead: bool) -> float:
+def ring_seconds(
+    phases: Sequence[Phase], slots: int, *, ahead: bool, overlap_cost: float = 0.0
+) -> float:
     """Seconds from the first read to the end of the last computation.
 
     Between the larger of `read_seconds` and `compute_seconds` and their sum.
 
     Args:
         ahead: reads are queued from the start; else a phase's are when its experts are reached.
+        overlap_cost: share of the time in which both go on that each costs the other.
     """
     assert slots >= 1
     disk = now = 0.0
@@ -61,6 +62,7 @@ def ring_seconds(phases: Sequence[Phase], slots: int, *, ahead: bool) -> float:
         for group in phase.groups:
             free = left[-slots] if len(left) >= slots else 0.0
             disk = max(disk, free, queued) + group.read_seconds
-            now = max(now, disk) + group.compute_seconds + group.drag_seconds
+            now = max(now, disk) + group.compute_seconds
             left.append(now)
-    return min(now, read_seconds(phases) + compute_seconds(phases))
+    together = max(0.0, read_seconds(phases) + compute_seconds(phases) - now)
+    return now + overlap_cost * together

@@ -53,6 +53,7 @@ class PrefillCounts:
     used: dict[int, np.ndarray] = field(default_factory=dict)
     distinct_expert_bytes: int = 0
     stall_seconds: float = 0.0
+    kv_peak_bytes: int = 0  # of caches in memory, when chunks meet
 
     def add(self, mlp: ExpertMlp, experts: np.ndarray) -> None:
         """Count experts that tokens used; each once per prompt."""
@@ -177,7 +178,7 @@ class LayerMajorPrefill:
             with span(self._timeline, "attention", layer=layer):
                 more = rendezvous.start(nothing)
             while more:
-                mx.eval(cache_arrays(cache))
+                self._settle(cache)
                 self._hooks.meeting(number, segment, layer, cache)
                 with span(self._timeline, "experts", layer=layer):
                     outputs = self._run_layer(plan, layer, rendezvous.arrivals())
@@ -192,9 +193,16 @@ class LayerMajorPrefill:
                 actual=layer,
                 remedy="pass a prompt cache of this very model",
             )
-        mx.eval(cache_arrays(cache), last)
+        mx.eval(last)
+        self._settle(cache)
         self._hooks.end_segment(number, segment, cache)
         return last[0] if last else None
+
+    def _settle(self, cache: list[Any]) -> None:
+        arrays = cache_arrays(cache)
+        mx.eval(arrays)
+        held = sum(a.nbytes for a in arrays)
+        self.counts.kv_peak_bytes = max(self.counts.kv_peak_bytes, held)
 
     def _run_layer(self, plan: PrefillPlan, layer: int, arrivals: list[Arrival]) -> list[mx.array]:
         mlp = arrivals[0].experts.mlp

@@ -42,6 +42,8 @@ def make_receipt(
     io_mode: str,
     cached_experts: int,
     weighted_layers: int,
+    resumed_layers: int = 0,
+    notes: tuple[str, ...] = (),
 ) -> Receipt:
     """Bytes and calls are the reader's, before and after; the plan only says what was asked."""
     before, after = reads
@@ -64,6 +66,9 @@ def make_receipt(
         cached_experts=cached_experts,
         weighted_layers=weighted_layers,
         kernels=kernel_counts(backend),
+        kv_peak_bytes=counts.kv_peak_bytes,
+        resumed_layers=resumed_layers,
+        notes=plan.notes + notes,
     )
 
 

@@ -82,6 +82,9 @@ class PrefillPlan:
         layers: the reads of one segment.
         memory: where the budget goes.
         notes: what the planner changed to make it fit.
+        kv_stored: bytes of all keys and values after the prompt, at most, wherever they are.
+        kv_decode: bytes of them that decode holds.
+        kv_layered: whether decode reads evicted ones layer by layer, as not all fit.
     """
 
     model: str
@@ -95,6 +98,9 @@ class PrefillPlan:
     slot_nbytes: int
     memory: MemoryPlan
     notes: tuple[str, ...] = ()
+    kv_stored: int = 0
+    kv_decode: int = 0
+    kv_layered: bool = False
 
     @property
     def expert_nbytes(self) -> int:

@@ -50,7 +50,6 @@ class ReadRate:
         p50_seconds, p99_seconds: of one request.
         iops: requests a second.
         io_mode: what the system granted.
-        cpu_seconds_per_byte: of this process, on all cores, while it read.
     """
 
     order: str
@@ -61,7 +60,6 @@ class ReadRate:
     p99_seconds: float
     iops: float
     io_mode: str
-    cpu_seconds_per_byte: float = 0.0
 
 
 def probe_reads(
@@ -140,7 +138,7 @@ class _Arm:
         offsets = self._offsets(order, nbytes, place)
         self._drop_cache()
         reader.timeline = self._timeline
-        started, cpu, tickets, n = time.perf_counter(), time.process_time(), [], 0
+        started, tickets, n = time.perf_counter(), [], 0
         while time.perf_counter() - started < seconds or n < 4 * self._depth:
             if len(tickets) >= 2 * self._depth:
                 tickets.pop(0).wait()
@@ -151,7 +149,7 @@ class _Arm:
             n += 1
         for ticket in tickets:
             ticket.wait()
-        wall, cpu = time.perf_counter() - started, time.process_time() - cpu
+        wall = time.perf_counter() - started
         times = sorted(e.seconds for e in self._timeline.events)
         rate = ReadRate(
             order=order,
@@ -162,7 +160,6 @@ class _Arm:
             p99_seconds=times[min(len(times) - 1, int(0.99 * len(times)))],
             iops=n / wall,
             io_mode=reader.io_mode,
-            cpu_seconds_per_byte=cpu / (n * nbytes),
         )
         return rate, place + nbytes
 

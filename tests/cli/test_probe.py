@@ -91,7 +91,7 @@ def test_shows_tables_and_saves(invoke_cli, quick):
     assert profile is not None
     assert len(profile.reads) == 8
     assert profile.backend == "cpu"
-    assert profile.cores >= 1
+    assert 0 <= profile.overlap_cost <= 1
     assert MachineProfile.load(default_profile_path()) == profile
 
 

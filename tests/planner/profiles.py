@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mlx_stream.planner.machine_profile import (
     COPY,
     ELEMENTWISE,
@@ -23,11 +21,11 @@ def read_rate(nbytes: int, rate: float, depth: int = 4, order: str = "sequential
 
 
 def machine(
-    *, read: float = 2e9, flops: float = 1e11, elementwise: float = 1e9, cpu_per_byte: float = 0.0
+    *, read: float = 2e9, flops: float = 1e11, elementwise: float = 1e9, overlap_cost: float = 0.0
 ) -> MachineProfile:
     """Constant rates: everything of one kind runs at the same speed, whatever its shape."""
     reads = tuple(
-        replace(read_rate(n, read, order=order), cpu_seconds_per_byte=cpu_per_byte)
+        read_rate(n, read, order=order)
         for order in ("sequential", "random")
         for n in (16 * KIB, MIB, 8 * MIB)
     )
@@ -39,5 +37,12 @@ def machine(
         ComputeRate("overhead", COPY, 1, (1 << 26,), 1e10),
     )
     return MachineProfile(
-        VERSION, "test", "cpu", "O_DIRECT", "2026-11-30T00:00:00+00:00", reads, computes, cores=2
+        VERSION,
+        "test",
+        "cpu",
+        "O_DIRECT",
+        "2026-11-30T00:00:00+00:00",
+        reads,
+        computes,
+        overlap_cost=overlap_cost,
     )

@@ -69,11 +69,14 @@ def test_the_ring_by_hand():
     assert ring_seconds(two, 2, ahead=False) == 14
 
 
-def test_reading_slows_what_computes_meanwhile():
-    phases = [Phase(0, (Group(1, 1, 5, drag_seconds=0.5), Group(1, 1, 5, drag_seconds=0.5)))]
-    assert ring_seconds(phases, 2, ahead=True) == 12
-    heavy = [Phase(0, (Group(1, 1, 5, drag_seconds=5),))]
-    assert ring_seconds(heavy, 2, ahead=True) == 6, "never more than one after the other"
+@given(layers=layers, slots=st.integers(1, 12), cost=st.floats(0, 1))
+def test_what_overlapping_costs_stays_below_the_sum(layers, slots, cost):
+    phases = phases_of(layers)
+    free = ring_seconds(phases, slots, ahead=True)
+    paid = ring_seconds(phases, slots, ahead=True, overlap_cost=cost)
+    total = read_seconds(phases) + compute_seconds(phases)
+    assert free * (1 - 1e-9) <= paid <= total * (1 + 1e-9)
+    assert ring_seconds(phases, slots, ahead=True, overlap_cost=1.0) == pytest.approx(total)
 
 
 # --- whole forecasts
@@ -101,7 +104,7 @@ def plan_of(model, tokens, *, budget=1 << 30, chunk=256, union_tokens=0, align=4
 
 
 MACHINES = {
-    "read-bound": machine(read=1e6),
+    "read-bound": machine(read=1e6, overlap_cost=0.3),
     "even": machine(read=1e8, flops=3e9),
     "compute-bound": machine(read=1e10, flops=1e8),
 }

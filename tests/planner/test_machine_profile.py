@@ -67,8 +67,9 @@ def damaged(data, path, value):
         (("version",), KeyError),
         (("machine",), 3),
         (("notes",), [1]),
-        (("cores",), -1),
-        (("cores",), True),
+        (("overlap_cost",), -0.1),
+        (("overlap_cost",), 1.5),
+        (("overlap_cost",), True),
         (("reads",), KeyError),
         (("reads", 0, "order"), "backwards"),
         (("reads", 0, "nbytes"), 0),
@@ -184,9 +185,3 @@ def test_a_slower_disk_is_never_faster():
     assert slow.read_bandwidth(MIB) == 5e8
     assert profile.with_reads_at_most(9e9).read_bandwidth(MIB) == 2e9
     assert slow.computes == profile.computes
-
-
-def test_reads_take_a_share_of_the_cores_only_where_they_compute():
-    profile = machine(cpu_per_byte=1e-9)
-    assert profile.read_cpu_share == 0.5e-9
-    assert replace(profile, cores=0).read_cpu_share == 0

@@ -1,0 +1,198 @@
+"""``mlx_stream pack``, ``verify`` and ``repair``: the packed layout from the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from mlx_stream.config import IO_MODES, format_bytes
+from mlx_stream.errors import DamagedRecordError, PackError
+from mlx_stream.hub import resolve_model
+from mlx_stream.storage.expert_index import ExpertIndex
+
+SHOWN_DAMAGE = 20
+
+PACK_EXAMPLES = """
+\b
+Examples:
+  mlx_stream pack ./checkpoint -o ./packed
+  mlx_stream pack mlx-community/Qwen3-30B-A3B-4bit -o ./packed --verify
+  mlx_stream trace ./checkpoint -o trace.npz
+  mlx_stream pack ./checkpoint -o ./packed --order trace.npz
+
+Run it again after an interruption: finished files are kept.
+"""
+
+VERIFY_EXAMPLES = """
+\b
+Examples:
+  mlx_stream verify ./packed
+  mlx_stream verify ./packed --against ./checkpoint
+  mlx_stream verify mlx-community/Qwen3-30B-A3B-4bit
+"""
+
+REPAIR_EXAMPLES = """
+\b
+Example:
+  mlx_stream repair ./packed --source ./checkpoint
+"""
+
+_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+_IO = click.option(
+    "--io",
+    type=click.Choice(IO_MODES),
+    default="direct",
+    show_default=True,
+    help="'direct' bypasses the page cache.",
+)
+
+
+@contextmanager
+def byte_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on standard error: bytes, speed, time left. Silent off a terminal."""
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("reading", total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield show
+
+
+@click.command(epilog=PACK_EXAMPLES)
+@click.argument("model")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder to write; made if it is not there.",
+)
+@click.option(
+    "--order",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A routing trace: experts that are used often and together lie side by side.",
+)
+@click.option("--verify", is_flag=True, help="Read everything again at the end.")
+@click.option("--force", is_flag=True, help="Replace another packing in the folder.")
+@_IO
+def pack(model: str, output: Path, order: Path | None, verify: bool, force: bool, io: Any) -> None:
+    """Write a checkpoint in the packed layout: one record, and one read, for each expert."""
+    from mlx_stream.packed.pack import PackOptions
+    from mlx_stream.packed.pack import pack as run
+
+    source = resolve_model(model)
+    orders = None if order is None else _orders(source, order)
+    options = PackOptions(orders=orders, verify=verify, force=force, io=io)
+    with byte_bar() as progress:
+        report = run(source, output, options, progress)
+    if report.already:
+        click.echo(f"{output} is packed already: nothing to do")
+        return
+    experts = sum(r.num_experts for r in report.manifest.layers)
+    rate = (report.nbytes - report.kept_nbytes) / max(report.seconds, 1e-9)
+    click.echo(
+        f"{output}: {experts} experts of {len(report.manifest.layers)} layers, "
+        f"{format_bytes(report.nbytes)} in {len(report.manifest.files)} files, "
+        f"{report.seconds:.1f} s, {format_bytes(rate)}/s"
+        + (f", {format_bytes(report.kept_nbytes)} were there" if report.kept_nbytes else "")
+        + (", verified" if verify else "")
+    )
+
+
+@click.command(epilog=VERIFY_EXAMPLES)
+@click.argument("model")
+@click.option("--against", type=_FOLDER, help="Compare every tensor with this checkpoint.")
+@_IO
+def verify(model: str, against: Path | None, io: Any) -> None:
+    """Check a packed folder's checksums, or a plain checkpoint's structure and known hashes."""
+    from mlx_stream.packed.verify import verify as run
+
+    folder = resolve_model(model)
+    with byte_bar() as progress:
+        report = run(folder, against=against, io=io, progress=progress)
+    if not report.sound:
+        for damage in report.damage[:SHOWN_DAMAGE]:
+            click.echo(str(damage))
+        if len(report.damage) > SHOWN_DAMAGE:
+            click.echo(f"... and {len(report.damage) - SHOWN_DAMAGE} more")
+        raise DamagedRecordError(
+            f"{len(report.damage)} things are not as they must be",
+            file=folder,
+            actual=str(report.damage[0]),
+            remedy="mlx_stream repair FOLDER --source CHECKPOINT"
+            if report.packed
+            else "download what differs again",
+        )
+    click.echo(f"{folder}: sound ({'; '.join(report.checked)})")
+
+
+@click.command(epilog=REPAIR_EXAMPLES)
+@click.argument("folder", type=_FOLDER)
+@click.option("--source", required=True, help="The checkpoint that was packed.")
+@_IO
+def repair(folder: Path, source: str, io: Any) -> None:
+    """Write the damaged parts of a packed folder anew."""
+    from mlx_stream.packed.repair import repair as run
+
+    with byte_bar() as progress:
+        report = run(folder, resolve_model(source), io=io, progress=progress)
+    for file, parts in report.repaired:
+        for part in parts:
+            click.echo(f"{file}: {part}: written anew")
+    done = f"{format_bytes(report.nbytes)} written" if report.repaired else "nothing to repair"
+    click.echo(f"{folder}: sound, {done}")
+
+
+def _orders(source: Path, trace_file: Path) -> dict[str, list[int]]:
+    """By layer name, the order that a trace suggests. Raises TraceError, PackError."""
+    from mlx_stream.decode.routing_trace import RoutingTrace
+    from mlx_stream.packed.order import used_first
+    from mlx_stream.storage.checkpoint import open_checkpoint
+    from mlx_stream.storage.expert_index import build_expert_index
+
+    trace = RoutingTrace.load(trace_file)
+    index = build_expert_index(open_checkpoint(source))
+    orders: dict[str, list[int]] = {}
+    for number, experts, prompt, decoded in zip(
+        trace.layers, trace.num_experts, trace.prompt, trace.decode, strict=True
+    ):
+        layer = index.layers[number] if number < len(index.layers) else None
+        if layer is None or layer.num_experts != experts:
+            _fail_trace(trace_file, index, number, experts)
+        orders[layer.name] = used_first([prompt, decoded], experts)
+    return orders
+
+
+def _fail_trace(file: Path, index: ExpertIndex, layer: int, experts: int) -> NoReturn:
+    raise PackError(
+        "the routing trace is of another model",
+        file=file,
+        expected=f"{len(index.layers)} layers of {index.layers[0].num_experts} experts",
+        actual=f"layer {layer} with {experts} experts",
+        remedy="record one with this model: mlx_stream trace MODEL -o FILE",
+    )
