@@ -77,12 +77,25 @@ class Allotment:
             self._budget.reserve("kv cache", self._kv_decode)
             self._kv_decode = None
         decoder, most = self._decoder, self._most_cache_nbytes
-        # Stacked slots would have to be moved, and what prefill left in them is worth more.
-        most = decoder.nbytes if decoder.plan.stacked else most
+        if decoder.plan.stacked:
+            most = self._stacked_nbytes(most)
         start = most if self._asked else max(decoder.cache.nbytes, most // START_SHARE)
         least = min(decoder.nbytes_least, most)
         self._governor = Governor(least, most, start, reserve=self._reserve)
-        self.resize_cache(self._governor.target)
+        if not decoder.plan.stacked:
+            self.resize_cache(self._governor.target)
+        elif most > decoder.nbytes:
+            decoder.trim()  # what prefill freed must be gone before slots take its place
+            self.resize_cache(self._governor.target)
+
+    def _stacked_nbytes(self, most: int) -> int:
+        """Stacked slots are moved when they grow: only then if all of them can be kept.
+
+        What is in them needs as much again beside the new ones on the way; less than twice as many
+        slots are not worth it.
+        """
+        now = self._decoder.nbytes
+        return most - now if most - now >= 2 * now else now
 
     def make_room_for_draft(self) -> None:
         """The cache gives up what it does not need: a draft model is about to be loaded."""
@@ -93,14 +106,19 @@ class Allotment:
         governor = self._governor
         if governor is None:
             return
-        before = governor.target
         target = governor.observe(
             self._free_bytes(), step.wall_seconds, step.stall_seconds, step.cache_bytes
         )
-        if target != before:
+        now = self._decoder.nbytes
+        if target < now:
             self.resize_cache(target)
-            if target < before:
-                self._decoder.trim()
+            self._decoder.trim()
+        elif self._decoder.nbytes_for(target) > now and self._worth_moving(target, now):
+            self.resize_cache(target)
+
+    def _worth_moving(self, target: int, now: int) -> bool:
+        """Stacked slots grow in steps of half or more, since they are moved."""
+        return not self._decoder.plan.stacked or target >= now + now // 2
 
     def change_total(self, total: int) -> None:
         """Another budget from now on; the cache gives way or may grow.
@@ -135,6 +153,6 @@ class Allotment:
         # Asked for before it is allocated, given back after it is freed.
         if after > before:
             self._budget.reserve("expert cache", after - before)
-        self._decoder.resize(nbytes)
+        self._decoder.resize(nbytes, max(0, self._budget.available))
         if after < before:
             self._budget.release("expert cache", before - after)

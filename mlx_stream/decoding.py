@@ -88,7 +88,7 @@ class GuardedDecode:
         try:
             last = rounds.first(result.logits)
             yield last
-            drafter.prefill(prompt)
+            self._guarded(lambda: drafter.prefill(prompt), cache, metrics)
             while True:
                 drawn = self._guarded(lambda t=last.token: rounds.round(t), cache, metrics)
                 for place, last in enumerate(drawn, start=1):

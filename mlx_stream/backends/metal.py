@@ -114,7 +114,8 @@ class MetalBackend(ResidentOnMlx, MappedOnMlx):
         size = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
         if self._pool[size]:
             return self._pool[size].pop()
-        self.trim()  # free slots of another size are not in anybody's budget
+        if any(self._pool.values()):
+            self.trim()  # free slots of another size are not in anybody's budget
         step = max(align, PAGE_NBYTES)
         base = mx.zeros((size + step,), dtype=mx.uint8)
         mx.eval(base)
@@ -128,9 +129,8 @@ class MetalBackend(ResidentOnMlx, MappedOnMlx):
 
     def trim(self) -> None:
         """Pooled slots go back to the system."""
-        if any(self._pool.values()):
-            self._pool.clear()
-            mx.clear_cache()
+        self._pool.clear()
+        mx.clear_cache()
 
     def publish(self, mlp: ExpertMlp, read: GroupRead, buffer: HostBuffer) -> PublishedGroup:
         """Planes ``[G, ...]`` over the slot."""

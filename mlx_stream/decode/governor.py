@@ -38,7 +38,7 @@ class GovernorTuning:
         tolerance: by how much a token may be slower without being called slower.
         stall_share: below this share of wall time, waiting for reads is not worth memory.
         recover_after: tokens of free memory before each step of growing back.
-        recover_step: growth of such a step, as a share of the target.
+        recover_step: growth of such a step, as a share of what it grows back to.
         settle: tokens that freed memory gets to show up as free before it is asked for again.
     """
 
@@ -161,7 +161,7 @@ class Governor:
         if self._calm < self.tuning.recover_after:
             return
         self._calm = 0
-        step = max(1, int(self.target * self.tuning.recover_step))
+        step = max(1, int(self.level * self.tuning.recover_step))
         self.target = min(self.level, self.target + min(step, room))
 
     def _probe(self, wall: float, stall: float, filled: bool, room: int) -> None:

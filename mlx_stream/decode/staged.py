@@ -83,6 +83,6 @@ class TokenAhead:
             return
         for mlp in self._mlps:
             layer = mlp.layer.index
-            for expert in self._predictor.experts(layer)[: self._top_k]:
-                if (layer, expert) not in cache:
-                    cache.guess(mlp, expert, ())
+            absent = [e for e in self._predictor.experts(layer) if (layer, e) not in cache]
+            for expert in absent[: self._top_k]:
+                cache.guess(mlp, expert, ())

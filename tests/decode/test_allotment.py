@@ -80,11 +80,15 @@ def test_the_budget_changes_between_tokens(checkpoint, stock, request, low, kind
         assert engine.budget.peak <= engine.budget.total
     assert got == expected[: len(got)]
     assert sizes[2] < sizes[0] or sizes[2] < records(engine) // 4
-    if engine.decoder.plan.stacked:  # what was read is worth more than room: never up
-        assert sizes == sorted(sizes, reverse=True)
+    assert sizes[1] > sizes[2]
+    assert sizes[4] > sizes[5]
+    if engine.decoder.plan.stacked:  # they are moved only where that doubles them
+        assert sizes[1] >= 2 * sizes[0]
+        assert sizes[3] == sizes[2]
+        assert sizes[4] >= 2 * sizes[3]
     else:
         assert sizes[1] > sizes[0] > sizes[2]
-        assert sizes[4] > sizes[3] > sizes[5]
+        assert sizes[4] > sizes[3]
     assert engine.prefill(prompt).receipt.budget_bytes == low + 250_000
 
 
@@ -147,7 +151,8 @@ def test_free_memory_collapses_and_recovers(checkpoint, stock, request, low, kin
     for _ in range(70):
         got.append(next(tokens)[0])
         within_budget(engine)
-    assert cache.capacity > smallest, "it grows back"
+    if not engine.decoder.plan.stacked:  # those wait until half as much again is free
+        assert cache.capacity > smallest, "it grows back"
 
     free[0] = -(10**12)
     while len(got) < steps:
