@@ -25,8 +25,8 @@ EXPERTS = BACKENDS | {"experts"}
 SIBLINGS = EXPERTS
 PLANNER = {"errors", "config", "storage", "hub", "prefill.schedule", "kv.options"}
 KV = SIBLINGS | {"prefill.cache_views", "prefill.hooks", "prefill.schedule"}
-RUNTIME = EXPERTS | {"prefill", "decode", "kv", "planner", "loader", "hub", "prompts"}
-FLAGS = {"sampling", "decode_flags", "kv_flags"}
+RUNTIME = EXPERTS | {"prefill", "decode", "kv", "planner", "loader", "hub", "prompts", "resume"}
+FLAGS = {"sampling", "decode_flags", "kv_flags", "keep_flags"}
 COMMANDS = {
     "bench",
     "generate",
@@ -34,6 +34,7 @@ COMMANDS = {
     "cache_prompt",
     "doctor",
     "trace_command",
+    "plan_command",
     "probe_command",
     "pack_command",
     "cli",
@@ -60,15 +61,18 @@ ALLOWED = {
     "loader": EXPERTS | {"planner", "packed_model"},
     "allotment": RUNTIME,
     "decoding": RUNTIME | {"allotment"},
-    "plan_runner": RUNTIME,
+    "resume": KV | {"prefill", "kv"},
+    "run_hooks": RUNTIME,
+    "plan_runner": RUNTIME | {"run_hooks"},
     "drafting": RUNTIME,
     "engine": RUNTIME | {"allotment", "decoding", "drafting", "plan_runner"},
-    "prompt_caches": RUNTIME | {"engine"},
+    "prompt_caches": RUNTIME | {"engine", "run_hooks"},
     "conversation": RUNTIME | {"engine", "prompt_caches"},
     "runtime": RUNTIME | {"engine", "prompt_caches", "conversation"},
     "sampling": BASE,
     "decode_flags": BASE | {"decode.options", "decode.policy", "decode.seed_policy"},
     "terminal": BASE | {"prefill.schedule"},
+    "keep_flags": BASE | {"kv.options", "resume.options"},
     "kv_flags": RUNTIME | {"engine", "runtime", "decode_flags"},
     "continuation": RUNTIME | {"engine", "runtime"},
     "bench": TOP | {""},

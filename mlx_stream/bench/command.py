@@ -27,7 +27,7 @@ Arms run in rounds, each round in another order; the table shows medians and the
 bypass the page cache where the system allows it, and the granted mode is shown. Random token ids
 are the prompt, so every expert is used.
 """
-WIDTH = 110  # of a table that goes to a file
+WIDTH = 124  # of a table that goes to a file
 DEMO_ORDERS = "layer-major,chunk-major,stock mlx-lm,read only,compute only,decode"
 
 
