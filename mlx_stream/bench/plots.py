@@ -118,15 +118,17 @@ def _bytes(pyplot: Any, path: Path, results: Sequence[Result], title: str) -> Pa
         return None
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     labels, values, colors = [], [], []
-    for r in sorted(prompts, key=lambda r: (r.arm.tokens, r.arm.order, -r.arm.chunk)):
+    most = max(r.first.bytes_read for r in prompts)
+    unit, scale = ("GB", 1e9) if most >= 1e9 else ("MB", 1e6)
+    for r in sorted(prompts, key=lambda r: (r.arm.tokens, r.arm.order != LAYER_MAJOR, r.arm.chunk)):
         chunk = f"\nchunks of {r.arm.chunk}" if r.arm.order == CHUNK_MAJOR else ""
         labels.append(f"{r.arm.tokens}\n{r.arm.order}{chunk}")
-        values.append(r.first.bytes_read / 1e9)
+        values.append(r.first.bytes_read / scale)
         colors.append(COLORS[r.arm.order])
     bars = axes.bar(range(len(values)), values, color=colors)
     axes.bar_label(bars, [f"{v:.3g}" for v in values], fontsize=7)
     axes.set_xticks(range(len(values)), labels, fontsize=6)
-    axes.set(ylabel="expert bytes read, GB")
+    axes.set(ylabel=f"expert bytes read, {unit}")
     axes.set_title(title, fontsize=10)
     return _save(pyplot, figure, path)
 
@@ -145,7 +147,9 @@ def _gantt(pyplot: Any, path: Path, timeline: Timeline, title: str) -> Path:
                 axes.broken_barh(spans, (base, height), facecolors=PHASES[name], label=name)
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
-    axes.legend(unique.values(), unique.keys(), fontsize=7, ncols=len(unique), loc="lower right")
+    figure.legend(
+        unique.values(), unique.keys(), fontsize=7, ncols=len(unique), loc="outside lower center"
+    )
     axes.set_yticks(range(len(tracks)), [t.replace("mlx-stream-", "") for t in tracks], fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel="seconds")
