@@ -12,88 +12,14 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from pathlib import Path
 
 import click
 import numpy as np
 
-from mlx_stream.backends.base import NoFence
+from mlx_stream.bench.isolated import PreloadedRing, preload, read_only
 from mlx_stream.config import StreamConfig
 from mlx_stream.engine import Engine
-from mlx_stream.experts.staging import Slot, SlotState, StagingRing
-from mlx_stream.prefill.schedule import PrefillPlan
-from mlx_stream.storage.read_plan import GroupRead, plan_group
-
-
-class PreloadedRing(StagingRing):
-    """Serves every group from memory that was filled before the clock started."""
-
-    def __init__(self, filled: dict[tuple[int, tuple[int, ...]], Slot]) -> None:
-        self._filled = filled
-        self._queue: list[GroupRead] = []
-        self.stall_seconds = 0.0
-
-    def enqueue(self, reads: object) -> None:
-        """Remember the order."""
-        self._queue.extend(reads)  # type: ignore[arg-type]
-
-    def next(self) -> Slot:
-        """The next group, already in memory."""
-        read = self._queue.pop(0)
-        slot = self._filled[read.layer, read.experts]
-        slot.state = SlotState.IN_USE
-        return slot
-
-    def release(self, slot: Slot, fence: object) -> None:
-        """Nothing is refilled."""
-
-    def drain(self) -> None:
-        """Nothing is in flight."""
-
-    def cancel(self) -> None:
-        """Nothing is in flight."""
-
-    def close(self) -> None:
-        """The memory belongs to the benchmark."""
-
-
-def reads_of(engine: Engine, plan: PrefillPlan) -> list[GroupRead]:
-    """Every group read of one pass, in order."""
-    reader = engine.reader
-    return [
-        plan_group(
-            layer,
-            layer.experts_at(range(a, b)),
-            align=reader.align,
-            file_sizes=reader.file_sizes,
-        )
-        for layer, planned in zip(engine.index.layers, plan.layers, strict=True)
-        for a, b in planned.groups
-    ]
-
-
-def read_only(engine: Engine, plan: PrefillPlan) -> float:
-    """Seconds to pull one pass through the ring."""
-    ring = StagingRing(engine.backend, engine.reader, plan.slot_nbytes, plan.slots)
-    reads = reads_of(engine, plan)
-    started = time.perf_counter()
-    ring.enqueue(reads)
-    for _ in reads:
-        ring.release(ring.next(), NoFence())
-    seconds = time.perf_counter() - started
-    ring.close()
-    return seconds
-
-
-def preload(engine: Engine, plan: PrefillPlan) -> dict[tuple[int, tuple[int, ...]], Slot]:
-    """All experts in memory, one slot a group."""
-    filled = {}
-    for read in reads_of(engine, plan):
-        buffer = engine.backend.allocate(read.slot_nbytes, engine.reader.align)
-        engine.reader.submit(read.ops, buffer.array).wait()
-        filled[read.layer, read.experts] = Slot(buffer, read=read)
-    return filled
 
 
 def summary(values: list[float]) -> str:
