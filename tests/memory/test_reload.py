@@ -3,8 +3,8 @@
 import subprocess
 import sys
 
-WARM, ROUNDS = 12, 30
-MOST_NBYTES = 3_000_000  # the chain of random draws alone would be 6 MB
+WARM, ROUNDS = 16, 30
+MOST_NBYTES = 5_000_000  # the chain of random draws alone is 6 MB
 
 SCRIPT = f"""
 import gc, psutil
