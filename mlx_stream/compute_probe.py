@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ProbeShapes:
-    """What is measured. The default takes about ten seconds on two cores, with its set-up.
+    """What is measured. The default takes about twenty seconds on two cores, with its set-up.
 
     Attributes:
         expert_formats: ``(mode, bits, group size, dtype of the floats)``.

@@ -99,7 +99,7 @@ class Engine:
         )
         self.decoder = self._make_decoder()
         overhead = self.decoder.cache.store.overhead_nbytes
-        self._traits = replace(self._traits, cache_overhead=overhead)
+        self._traits = replace(self._traits, cache_overhead=overhead, kv_window=self.kv.window)
         self._closers.append(self.decoder.close)
         asked = self.config.memory_budget is not None
         self._allotment = Allotment(self.budget, self.decoder, self._traits.scratch, asked=asked)
@@ -111,7 +111,7 @@ class Engine:
             partial(setattr, self, "last_receipt"),
         )
         parts = (self.backend, self.reader, self.budget, self.decoder)
-        self._runner = PlanRunner(self._loaded, *parts)
+        self.runner = PlanRunner(self._loaded, *parts)
         set_executor(self._loaded.slot, self.decoder.exact)
         self.tokenizer = load_tokenizer_if_any(
             self.path, self._loaded.config, self.config.trust_remote_code
@@ -211,7 +211,7 @@ class Engine:
             ring: staging to use, and to close, instead of the plan's own (benchmarks).
         """
         cache = make_prompt_cache(self.model) if cache is None else cache
-        return self._runner.run(plan, ids, cache, ring=ring, progress=progress)
+        return self.runner.run(plan, ids, cache, ring=ring, progress=progress)
 
     def run_granted(
         self,

@@ -146,5 +146,9 @@ class KvCacheError(MlxStreamError):
     """The model, or a prompt cache, cannot do what was asked of the KV cache."""
 
 
+class ResumeError(MlxStreamError):
+    """A prefill cannot be checkpointed or resumed: foreign, stale or damaged files, no room."""
+
+
 class PromptFileError(MlxStreamError):
     """A prompt cache file is damaged, of another model, or cannot be written."""

@@ -15,6 +15,7 @@ import click
 
 from mlx_stream.decode_flags import DecodeFlags, decode_options
 from mlx_stream.errors import MlxStreamError
+from mlx_stream.keep_flags import KeepFlags, evicting, keep_of, keep_options
 from mlx_stream.kv_flags import (
     KvFlags,
     LoadFlags,
@@ -51,7 +52,7 @@ King James Bible and Jane Austen; --temp 0.7 --top-p 0.9 suits it better than gr
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(LoadFlags, KvFlags, DecodeFlags, SamplingFlags):
+class GenerateOptions(LoadFlags, KvFlags, KeepFlags, DecodeFlags, SamplingFlags):
     """The flags of one run, as given."""
 
     prompt: str | None
@@ -111,6 +112,7 @@ class GenerateOptions(LoadFlags, KvFlags, DecodeFlags, SamplingFlags):
 )
 @prompt_cache_option
 @kv_options
+@keep_options
 @decode_options
 def generate(**flags: Any) -> None:
     """Prefill a prompt by streaming the experts once, then generate text."""
@@ -122,7 +124,8 @@ def _generate(options: GenerateOptions) -> None:
         raise click.UsageError("--max-tokens must be at least 1, or -1 for no limit.")
     for target, flag in ((options.receipt, "--receipt"), (options.trace, "--trace")):
         _check_folder(target, flag)
-    kv_of(options)  # before anything is loaded
+    evicting(kv_of(options), options)  # before anything is loaded
+    keep = keep_of(options)
     text = _read_prompt(options)
     import mlx.core as mx
 
@@ -131,6 +134,7 @@ def _generate(options: GenerateOptions) -> None:
     with load_of(options) as runtime:
         timeline = Timeline() if options.trace is not None else None
         runtime.record(timeline)
+        runtime.keep(keep)
         _stream(runtime, options, _prepare(runtime, options, text))
         _write(runtime.last_receipt, options.receipt, "--receipt")
         _write(timeline, options.trace, "--trace")
@@ -218,7 +222,7 @@ def _template_arguments(text: str | None) -> dict[str, Any]:
 
 def _prepare(runtime: Runtime, options: GenerateOptions, text: str) -> Callable[..., Any]:
     """A function that starts the answer, given sampler and progress."""
-    ids, kv = _encode(runtime, options, text), kv_of(options)
+    ids, kv = _encode(runtime, options, text), evicting(kv_of(options), options)
     if options.prompt_cache_file is None:
         return partial(runtime.stream_generate, ids, options.max_tokens, kv=kv)
     from mlx_stream.continuation import continue_saved
@@ -256,6 +260,8 @@ def _stream(runtime: Runtime, options: GenerateOptions, start: Callable[..., Any
             f"{response.generation_tps:.1f} tok/s",
             err=True,
         )
+        for note in runtime.last_receipt.notes:
+            click.echo(f"note: {note}", err=True)
     if options.stats:
         click.echo(runtime.request_metrics.table(), err=True)
 

@@ -16,6 +16,7 @@ from mlx_stream.errors import ModelNotFoundError
 _PATTERNS = [
     "*.json",
     "model*.safetensors",
+    "experts-*.safetensors",  # of packed folders
     "tokenizer.model",
     "*.tiktoken",
     "tiktoken.model",

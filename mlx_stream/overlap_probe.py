@@ -14,7 +14,6 @@ from statistics import median
 from types import SimpleNamespace
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_stream.backends.base import Backend
 from mlx_stream.backends.selftest import Case
@@ -28,6 +27,7 @@ from mlx_stream.storage.slot_memory import allocate_slot
 SLOTS = 32  # of MAX_OP_NBYTES: what is read into, round and round
 ROWS = 16  # per expert: weights come from memory as fast as they can
 ROUNDS = 3
+LEAST_SECONDS = 0.1  # of a measurement: several requests must end in it
 
 
 def probe_overlap(backend: Backend, file: Path, seconds: float = 2.0, *, dims: int = 2048) -> float:
@@ -39,7 +39,7 @@ def probe_overlap(backend: Backend, file: Path, seconds: float = 2.0, *, dims: i
         file: read past the page cache where that is granted; a few times MAX_OP_NBYTES long.
         dims: hidden size of the experts that compute.
     """
-    each = seconds / (3 * ROUNDS)
+    each = max(LEAST_SECONDS, seconds / (3 * ROUNDS))
     case = Case(*FLOATS, dims=dims, hidden=max(32, dims * 3 // 8))
     costs = []
     with (
@@ -52,8 +52,16 @@ def probe_overlap(backend: Backend, file: Path, seconds: float = 2.0, *, dims: i
             _, computed = _rates(arm.run, None, each)
             read, _ = _rates(None, disk, each)
             both = _rates(arm.run, disk, each)
-            costs.append(2 / (both[0] / read + both[1] / computed) - 1)
-    return min(1.0, max(0.0, median(costs)))
+            costs.append(overlap_cost(both[0] / read, both[1] / computed))
+    return median(costs)
+
+
+def overlap_cost(read: float, computed: float) -> float:
+    """The cost when reading keeps the share `read` of its speed and computing `computed`.
+
+    Equal work for both then takes ``2 / (read + computed)`` times as long as either alone.
+    """
+    return min(1.0, max(0.0, 2 / max(1.0, read + computed) - 1))
 
 
 class _Disk:
@@ -117,7 +125,7 @@ def _rates(
             compute()
             runs += 1
         now = time.perf_counter()
-    nbytes = np.float64(disk.nbytes - before if disk else 0)
+    nbytes = disk.nbytes - before if disk else 0
     if disk is not None:
         disk.drain()
-    return float(nbytes / (now - began)), runs / (now - began)
+    return max(1, nbytes) / (now - began), runs / (now - began)

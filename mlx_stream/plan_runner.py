@@ -17,6 +17,8 @@ from mlx_stream.loader import LoadedModel
 from mlx_stream.prefill.layer_major import LayerMajorPrefill, PrefillCounts
 from mlx_stream.prefill.receipts import make_receipt
 from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress
+from mlx_stream.resume.options import KeepOptions
+from mlx_stream.run_hooks import RunHooks
 from mlx_stream.storage.reader import Reader
 from mlx_stream.telemetry import Receipt
 
@@ -34,6 +36,7 @@ class PlanRunner:
     ) -> None:
         self._loaded, self._backend, self._reader = loaded, backend, reader
         self._budget, self._decoder = budget, decoder
+        self.keep: KeepOptions | None = None  # checkpoints of the prompts from now on
 
     def run(
         self,
@@ -54,8 +57,9 @@ class PlanRunner:
         started, before = time.perf_counter(), self._reader.counters
         mx.reset_peak_memory()
         seeder = self._decoder.make_seeder()
-        ring = ring or StagingRing(self._backend, self._reader, plan.slot_nbytes, plan.slots)
+        hooks = RunHooks(plan, ids, cache, self._loaded, self._backend, self.keep)
         try:
+            ring = ring or StagingRing(self._backend, self._reader, plan.slot_nbytes, plan.slots)
             job = LayerMajorPrefill(
                 self._loaded.model,
                 self._loaded.streamed,
@@ -66,13 +70,18 @@ class PlanRunner:
                 fallback=self._decoder.exact,
                 seeder=seeder,
                 progress=progress,
+                hooks=hooks,
             )
             with self._backend.compute_scope():
                 logits = job.run(plan, ids, cache)
+            ring.close()
+            hooks.finish()
             wall, after = time.perf_counter() - started, self._reader.counters
             peak = self._backend.memory().peak
         finally:
-            ring.close()
+            if ring is not None:
+                ring.close()
+            hooks.close()
         return logits, make_receipt(
             plan,
             job.counts,
@@ -84,6 +93,8 @@ class PlanRunner:
             io_mode=self._reader.io_mode,
             cached_experts=seeder.kept,
             weighted_layers=self._loaded.combined_layers,
+            resumed_layers=hooks.resumed_layers,
+            notes=hooks.notes,
         )
 
     def _run_cached(

@@ -51,7 +51,7 @@ names a file to read instead. The profile is kept in the user's cache folder.
     type=click.FloatRange(min=0, min_open=True),
     default=10.0,
     show_default=True,
-    help="About how long to read, and how long to compute.",
+    help="About how long to read, and how long to compute (at least three rounds of it).",
 )
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")

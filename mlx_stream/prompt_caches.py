@@ -15,21 +15,14 @@ from mlx_stream.kv.prompt_files import (
     PromptFile,
     load_prompt_file,
     save_prompt_file,
-    weights_fingerprint,
 )
-from mlx_stream.planner.model_shape import model_shape
 from mlx_stream.prefill.cache_views import cache_offset
+from mlx_stream.run_hooks import identify
 
 
 def model_identity(engine: Engine) -> ModelIdentity:
     """What a prompt cache of this engine's model is marked with."""
-    checkpoint = engine.index.checkpoint
-    return ModelIdentity(
-        model_type=str(checkpoint.config.get("model_type", "unknown")),
-        layers=len(make_prompt_cache(engine.model)),
-        vocab=model_shape(checkpoint.config, engine.index).vocab,
-        weights=weights_fingerprint(checkpoint),
-    )
+    return identify(engine.model, engine.index)
 
 
 def save(

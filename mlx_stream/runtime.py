@@ -24,6 +24,7 @@ from mlx_stream.kv.options import PLAIN, KvOptions
 from mlx_stream.kv.prompt_files import PromptFile
 from mlx_stream.prefill.schedule import PrefillPlan
 from mlx_stream.prompts import Prompt, encode_prompt
+from mlx_stream.resume.options import KeepOptions
 from mlx_stream.telemetry import Receipt
 from mlx_stream.timeline import Timeline
 
@@ -68,6 +69,14 @@ class Runtime:
     def record(self, timeline: Timeline | None) -> None:
         """Note reads and compute phases in a timeline from now on; None stops."""
         self.engine.record(timeline)
+
+    def keep(self, options: KeepOptions | None) -> None:
+        """Checkpoint the prefill of prompts from now on, and resume it; None stops.
+
+        What :meth:`prefill` then raises besides: ResumeError (foreign, stale or damaged
+        checkpoint, no room), CapabilityError (the model cannot be resumed).
+        """
+        self.engine.runner.keep = options
 
     @property
     def request_metrics(self) -> DecodeMetrics:
@@ -116,8 +125,8 @@ class Runtime:
             prompt_cache: an mlx-lm prompt cache that already holds what came before the prompt.
             stop_tokens: end-of-sequence ids besides the tokenizer's.
             kv: how keys and values are kept.
-            kv_options: the same by mlx-lm's names: max_kv_size, kv_bits, kv_group_size,
-                quantized_kv_start.
+            kv_options: the same by name: max_kv_size, kv_bits, kv_group_size, quantized_kv_start
+                as in mlx-lm, kv_evict, kv_dir.
             on_prefill: called once the prompt is in the cache, before the first token.
 
         Raises:

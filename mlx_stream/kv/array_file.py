@@ -8,6 +8,7 @@ the operating system's; who asked for the file says what they mean.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import itertools
 import json
@@ -75,7 +76,8 @@ class ArrayFile:
         mark = f"{os.getpid()}-{next(_serial)}"
         self._temporary = target.with_name(f".{target.stem}.{mark}{TEMPORARY}")
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        self._fd = os.open(self._temporary, flags, 0o600)
+        self._fd = os.open(self._temporary, flags, 0o666)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that somebody writes it
         self._hash = hashlib.blake2b(digest_size=16)
 
     def add(self, array: mx.array) -> Stored:
@@ -131,6 +133,23 @@ class ArrayFile:
             os.close(self._fd)
             self._fd = -1
             self._temporary.unlink(missing_ok=True)
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            self.close()
+
+
+def remove_abandoned(target: Path) -> None:
+    """Remove what killed processes left of a file of this name. Raises OSError."""
+    for path in target.parent.glob(f".{target.stem}.*{TEMPORARY}"):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:
+            pass  # another process is at it
+        finally:
+            os.close(file)
 
 
 def write_arrays(target: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> FileSum:

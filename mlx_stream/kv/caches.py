@@ -34,6 +34,7 @@ from mlx_stream.kv.options import PLAIN, KvOptions
 from mlx_stream.prefill.cache_views import cache_leaves
 
 PROBE_TOKENS = 9
+NEVER = 1 << 62  # tokens
 
 
 class QuantizingKVCache(KVCache):
@@ -205,7 +206,8 @@ class KvSupport:
         """What the memory plan may count on: less than asked where some layers stay as they are."""
         if options.kv_bits is None or all(type(c) is KVCache for c in self._fresh()):
             return options
-        return PLAIN
+        never = replace(options, quantized_kv_start=NEVER)
+        return PLAIN if options.kv_evict == "keep" else never
 
     def probed(self) -> list[Any]:
         """A prompt cache of 9 tokens, right in shapes and dtypes, not in values; do not change."""

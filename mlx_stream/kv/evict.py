@@ -50,20 +50,16 @@ class SpillingKVCache(KVCache):
     """A KVCache whose rows may be in a file."""
 
     only_appends = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spilled: Spilled | None = None
-        self.layered = False
-        self.tail: tuple[mx.array, mx.array] | None = None  # rows since, when layered
+    # Set on an instance only while its rows are in a file: else it has a KVCache's attributes.
+    spilled: Spilled | None = None
+    layered = False
+    tail: tuple[mx.array, mx.array] | None = None  # rows since, when layered
 
     @classmethod
     def of(cls, plain: KVCache) -> SpillingKVCache:
         """A plain cache that may spill from now on; the two share keys, values and offset."""
         made = cls()
-        extra = made.__dict__
         made.__dict__ = plain.__dict__
-        made.__dict__.update(spilled=extra["spilled"], layered=False, tail=None)
         return made
 
     def plain(self) -> KVCache:
@@ -79,15 +75,15 @@ class SpillingKVCache(KVCache):
             return
         keys, values = self.keys_and_values()
         at = Spilled(file, file.add(keys), file.add(values), self.offset)
-        self.keys = self.values = self.tail = None
+        self.keys = self.values = None
         self.spilled = at
 
     def load(self) -> None:
         """Take the rows back into memory."""
         if self.spilled is not None:
             self.keys, self.values = self._joined()
-            self.spilled = self.tail = None
-            self.layered = False
+            for name in ("spilled", "layered", "tail"):
+                self.__dict__.pop(name, None)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take ``[B, H, C, D]`` keys and values; returns all so far."""

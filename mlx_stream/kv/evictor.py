@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
-from mlx_stream.kv.array_file import ArrayFile, Stored
+from mlx_stream.kv.array_file import ArrayFile, Stored, remove_abandoned
 from mlx_stream.kv.caches import QuantizingKVCache
 from mlx_stream.kv.evict import SpillingKVCache
 from mlx_stream.kv.leaf_state import class_name, leaf_state
@@ -22,7 +22,7 @@ from mlx_stream.prefill.cache_views import cache_leaves, cache_offset
 from mlx_stream.prefill.hooks import PrefillHooks
 from mlx_stream.prefill.schedule import Segment
 
-ROOM_PER_LEAF = 2048  # header bytes: a handful of entries and what they were
+ROOM_PER_ENTRY = 8192  # header bytes of an entry: a handful of arrays and what they were
 ROOM = 16384
 
 
@@ -81,9 +81,14 @@ class DiskEvictor(PrefillHooks):
         self._past = cache_offset(cache)
         try:
             self._target.parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(self._target)
         except OSError as error:
             raise unwritable(self._target, error.strerror or str(error)) from error
         check_room(self._target, self._nbytes)
+        for leaf in cache_leaves(cache):
+            if isinstance(leaf, SpillingKVCache):
+                # It takes its rows back at its next use, and leaves again.
+                leaf.__dict__.pop("layered", None)
         return 0, 0
 
     def meeting(self, number: int, segment: Segment, layer: int, cache: list[Any]) -> None:
@@ -102,17 +107,28 @@ class DiskEvictor(PrefillHooks):
             if isinstance(leaf, SpillingKVCache) and leaf.offset == done:
                 self.take(leaf)
 
-    def take(self, leaf: SpillingKVCache) -> None:
-        """Move one cache out of memory, if it is there."""
+    def take(self, leaf: SpillingKVCache, *, earlier: bool = False) -> None:
+        """Move one cache out of memory, if it is there.
+
+        Args:
+            earlier: as the segment before left it; the current one will read and write it anew.
+        """
         if leaf.spilled is not None:
             return
         try:
-            if self._file is None:
-                room = ROOM + ROOM_PER_LEAF * int(self._about.get("layers", "0")) * 4
-                self._file = ArrayFile(self._target, room + 2 * len(json.dumps(self._about)))
-            leaf.spill(self._file)
+            if earlier:
+                self._previous = self._previous or self._new_file()
+            else:
+                self._file = self._file or self._new_file()
+            file = self._previous if earlier else self._file
+            assert file is not None
+            leaf.spill(file)
         except OSError as error:
             raise unwritable(self._target, str(error)) from error
+
+    def _new_file(self) -> ArrayFile:
+        room = ROOM + ROOM_PER_ENTRY * int(self._about["layers"])
+        return ArrayFile(self._target, room + 2 * len(json.dumps(self._about)))
 
     def finish(self, cache: list[Any], *, load: bool) -> None:
         """Give the file its header and name; then load everything back, or read it step by step.
@@ -136,11 +152,12 @@ class DiskEvictor(PrefillHooks):
             if isinstance(leaf, SpillingKVCache):
                 if load:
                     leaf.load()
-                    mx.eval(leaf.keys, leaf.values)
+                    mx.eval([a for a in (leaf.keys, leaf.values) if a is not None])
                 else:
                     leaf.layered = leaf.spilled is not None
         if load:
             self.close()
+        self._previous = None  # layered caches own it now
 
     def close(self) -> None:
         """Remove what was not finished; caches that are still in the file are lost."""

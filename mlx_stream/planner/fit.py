@@ -272,6 +272,8 @@ def _finish(
         slot_nbytes=slot_nbytes,
         memory=replace(memory, staging=slots * slot_nbytes, expert_cache=cache),
         notes=_notes(choice, asked, len(segments), layered),
+        kv_evict=traits.kv.kv_evict,
+        kv_dir=None if traits.kv.kv_dir is None else str(traits.kv.kv_dir),
         kv_stored=kv.stored,
         kv_decode=kv_decode,
         kv_layered=layered,

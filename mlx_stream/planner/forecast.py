@@ -3,7 +3,8 @@
 Pure: costs (model_costs.py) over rates (machine_profile.py) give seconds for each layer's attention
 and for each read group; then the groups go through the staging ring as the engine sends them. In
 stream mode reads run ahead across layers as far as the slots allow. In union mode a layer's reads
-begin when its routing is known. Loading the resident weights comes before and is not included.
+begin when its routing is known. Loading the resident weights comes before and is not included; nor
+is attention to tokens that were in the cache before the prompt, which a plan does not know.
 """
 
 from __future__ import annotations

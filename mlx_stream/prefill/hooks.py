@@ -26,30 +26,3 @@ class PrefillHooks:
 
     def end_segment(self, number: int, segment: Segment, cache: list[Any]) -> None:
         """All chunks of segment `number` have passed all layers; the cache is evaluated."""
-
-
-class HookChain(PrefillHooks):
-    """Several hooks as one, called in their order; the furthest start counts."""
-
-    def __init__(self, *hooks: PrefillHooks) -> None:
-        self._hooks = hooks
-
-    def begin(self, cache: list[Any]) -> tuple[int, int]:
-        """See PrefillHooks."""
-        return max((hook.begin(cache) for hook in self._hooks), default=(0, 0))
-
-    def enter_chunk(self, number: int, chunk: int, views: list[Any]) -> list[Any]:
-        """See PrefillHooks."""
-        for hook in self._hooks:
-            views = hook.enter_chunk(number, chunk, views)
-        return views
-
-    def meeting(self, number: int, segment: Segment, layer: int, cache: list[Any]) -> None:
-        """See PrefillHooks."""
-        for hook in self._hooks:
-            hook.meeting(number, segment, layer, cache)
-
-    def end_segment(self, number: int, segment: Segment, cache: list[Any]) -> None:
-        """See PrefillHooks."""
-        for hook in self._hooks:
-            hook.end_segment(number, segment, cache)

@@ -82,6 +82,7 @@ class PrefillPlan:
         layers: the reads of one segment.
         memory: where the budget goes.
         notes: what the planner changed to make it fit.
+        kv_evict, kv_dir: what becomes of a layer's keys and values behind it (see KvOptions).
         kv_stored: bytes of all keys and values after the prompt, at most, wherever they are.
         kv_decode: bytes of them that decode holds.
         kv_layered: whether decode reads evicted ones layer by layer, as not all fit.
@@ -98,6 +99,8 @@ class PrefillPlan:
     slot_nbytes: int
     memory: MemoryPlan
     notes: tuple[str, ...] = ()
+    kv_evict: str = "keep"
+    kv_dir: str | None = None
     kv_stored: int = 0
     kv_decode: int = 0
     kv_layered: bool = False

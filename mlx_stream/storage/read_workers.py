@@ -202,7 +202,9 @@ class ReadWorkers:
         self._active += 1
         run = [ticket._ops.popleft()]
         nbytes = run[0].nbytes
-        while ticket._ops and nbytes + ticket._ops[0].nbytes <= RUN_NBYTES:
+        # A throttle's latencies overlap across threads, as those of a disk do.
+        most = RUN_NBYTES if self._throttle is None else 0
+        while ticket._ops and nbytes + ticket._ops[0].nbytes <= most:
             run.append(ticket._ops.popleft())
             nbytes += run[-1].nbytes
         return ticket, run
@@ -248,8 +250,7 @@ class ReadWorkers:
                 self._busy += time.perf_counter() - self._busy_since
             checks = ticket._take_checks(error)
         if checks:
-            paths = [i.path for i in self._identities]
-            error = self.verifier.check(checks, ticket._buffer, paths)
+            error = self.verifier.check(checks, ticket._buffer, self._identities)
         with self._lock:
             ticket._active -= 1
             if error is not None:

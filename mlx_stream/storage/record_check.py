@@ -18,6 +18,7 @@ from mlx_stream.errors import DamagedRecordError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from mlx_stream.storage.checkpoint import FileIdentity
     from mlx_stream.storage.expert_index import ExpertLayer
     from mlx_stream.storage.read_plan import Plane
 
@@ -71,13 +72,13 @@ class RecordVerifier:
         return tuple(c for c in checks if (c.layer, c.expert) not in self._sound)
 
     def check(
-        self, checks: Iterable[RecordCheck], buffer: np.ndarray, paths: Sequence[Path]
+        self, checks: Iterable[RecordCheck], buffer: np.ndarray, files: Sequence[FileIdentity]
     ) -> DamagedRecordError | None:
         """The error of the first record that is damaged, or None."""
         for c in checks:
             found = digest_parts(buffer, c.parts)
             if found != c.digest:
-                return damaged_record(paths[c.file], c.layer, c.expert, c.digest, found)
+                return damaged_record(files[c.file].path, c.layer, c.expert, c.digest, found)
             self._sound.add((c.layer, c.expert))
         return None
 

@@ -15,6 +15,7 @@ import pytest
 from mlx_stream import compute_probe
 from mlx_stream.backends.select import select_backend
 from mlx_stream.compute_probe import ProbeShapes, probe_compute
+from mlx_stream.overlap_probe import overlap_cost
 from mlx_stream.planner.forecast import forecast_for
 from mlx_stream.planner.machine_profile import (
     COPY,
@@ -79,6 +80,14 @@ def test_every_kind_is_measured():
     assert all(r.flops_per_second > 0 and r.spread >= 0 for r in rates)
     assert told[-1][0] == told[-1][1]
     assert {r.rows for r in rates if r.kind == "experts"} == {1, 8, 16}
+
+
+def test_what_overlapping_costs():
+    assert overlap_cost(1.0, 1.0) == 0
+    assert overlap_cost(0.5, 0.5) == overlap_cost(1.0, 0.0) == 1
+    assert overlap_cost(0.1, 0.1) == 1, "never worse than one after the other"
+    assert overlap_cost(1.1, 1.0) == 0
+    assert 0 < overlap_cost(0.9, 0.7) < overlap_cost(0.7, 0.7) < 1
 
 
 def test_shows_tables_and_saves(invoke_cli, quick):

@@ -8,8 +8,8 @@ import pytest
 from mlx_stream.storage.checkpoint import open_checkpoint
 from tests.packed.building import index_of, random_orders
 from tests.prefill.running import decode, relative
-from tests.support.families import FAMILIES
 from tests.support.checkpoints import random_tokens
+from tests.support.families import FAMILIES
 
 PROMPT, STEPS = 37, 4
 

@@ -159,7 +159,7 @@ def test_it_grows_with_the_bytes(model, costs):
     )
     profile = MACHINES["read-bound"]
     thin, thick = (forecast(plan, c, profile) for c in (costs, replace(costs, layers=fat)))
-    assert thick.read_seconds > 1.8 * thin.read_seconds
+    assert thick.read_seconds > 1.5 * thin.read_seconds  # the padding stays
     assert thick.ttft_seconds > thin.ttft_seconds
 
 

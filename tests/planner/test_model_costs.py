@@ -53,28 +53,27 @@ def test_dense_flops_are_those_of_the_modules(checkpoint, stock, name, mode):
     costs, _ = costs_of(path)
     expected = module_flops(stock(path))
     assert expected > 0
-    bare = sum(  # parameters that are matrices but no nn.Linear: routers of some families
+    bare = sum(  # routers of some families are a bare matrix in a module of their own
         2.0 * p.size
         for n, p in tree_flatten(stock(path).parameters())
-        if p.ndim == 2
-        and n.endswith("gate.weight")
-        and mode == "none"
-        and not isinstance(_module(stock(path), n.removesuffix(".weight")), nn.Linear)
+        if p.ndim == 2 and n.endswith("gate.weight") and not _is_linear(stock(path), n)
     )
     assert costs.dense_flops == pytest.approx(expected + bare, rel=1e-9)
 
 
-def _module(model, path):
-    for part in path.split("."):
-        model = model[int(part)] if isinstance(model, list) else model[part]
-    return model
+def _is_linear(model, parameter) -> bool:
+    module = model
+    for part in parameter.split(".")[:-1]:
+        module = module[int(part)] if isinstance(module, list) else module[part]
+    return isinstance(module, nn.Linear | nn.QuantizedLinear)
 
 
 def test_routed_flops_by_hand(checkpoint):
     costs, opened = costs_of(checkpoint("qwen3_moe"))
     c = opened.config
     layers, d, f = c["num_hidden_layers"], c["hidden_size"], c["moe_intermediate_size"]
-    assert costs.routed_flops == layers * c["num_experts_per_tok"] * 3 * 2 * d * f
+    routed = layers - len(c["mlp_only_layers"])
+    assert costs.routed_flops == routed * c["num_experts_per_tok"] * 3 * 2 * d * f
     assert costs.nbytes == build_expert_index(opened).nbytes
     assert costs.nbytes == sum(x.experts.num * x.experts.expert_nbytes for x in costs.layers[:-1])
     assert all(sum(x.experts.tensor_nbytes) == x.experts.expert_nbytes for x in costs.layers[:-1])
@@ -90,11 +89,14 @@ def test_routed_flops_by_hand(checkpoint):
 
 def test_every_matrix_is_in_its_layer(checkpoint):
     costs, opened = costs_of(checkpoint("qwen3_moe"))
-    assert len(costs.layers) == opened.config["num_hidden_layers"] + 1
-    for number, layer in enumerate(costs.layers[:-1]):
-        assert {x.name.split(".layers.")[1].split(".")[0] for x in layer.linears} == {str(number)}
-        assert len(layer.attention) == 1
-        assert layer.depth == 1
+    assert opened.config["mlp_only_layers"] == [1]
+    assert opened.config["num_hidden_layers"] == 4
+    covered = [{"0"}, {"1", "2"}, {"3"}]
+    assert len(costs.layers) == len(covered) + 1
+    for numbers, layer in zip(covered, costs.layers, strict=False):
+        found = {x.name.split(".layers.")[1].split(".")[0] for x in layer.linears}
+        assert found == numbers
+        assert len(layer.attention) == layer.depth == len(numbers)
     last = costs.layers[-1]
     assert (last.experts, last.linears, last.attention, last.depth) == (None, (), (), 0)
 

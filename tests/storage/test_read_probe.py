@@ -28,7 +28,8 @@ def test_a_throttled_arm_reports_the_throttle(file, order, size, depth):
     (rate,) = probe_reads(
         file, sizes=(size,), depths=(depth,), orders=(order,), seconds=0.8, throttle="30MB/s"
     )
-    assert rate.bytes_per_second == pytest.approx(30e6, rel=0.15)
+    # Never faster; a busy machine may be slower.
+    assert 30e6 * 0.3 < rate.bytes_per_second < 30e6 * 1.15
     assert rate.iops == pytest.approx(rate.bytes_per_second / size)
     assert "throttled to 30.00 MB/s" in rate.io_mode
     assert 0 < rate.p50_seconds <= rate.p99_seconds

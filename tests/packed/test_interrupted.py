@@ -1,0 +1,323 @@
+"""Packing that is killed, interrupted, starved of space or raced: nothing lost, nothing wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_stream.errors import CheckpointError, PackError
+from mlx_stream.packed import output_file
+from mlx_stream.packed import pack as pack_module
+from mlx_stream.packed.folder_lock import LOCK_NAME, folder_lock
+from mlx_stream.packed.pack import PackOptions, pack
+from mlx_stream.packed.verify import verify
+from mlx_stream.storage.checkpoint import open_checkpoint
+from mlx_stream.storage.packed_manifest import JOURNAL_NAME, MANIFEST_NAME
+from mlx_stream.storage.record_layout import RECORD_ALIGN
+from tests.packed.building import SMALL_SHARD, index_of, pack_checkpoint, random_orders
+
+ROUNDS = 200 if os.environ.get("MLX_STREAM_BIG") else 20
+ROOT = Path(__file__).parents[2]
+SMALL = {"shard_nbytes": SMALL_SHARD, "piece_nbytes": 2 * RECORD_ALIGN}
+
+
+def start(source, target, *arguments):
+    command = [sys.executable, "-m", "tests.packed.killing", str(source), str(target), *arguments]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != LOCK_NAME}
+
+
+def final_names(folder):
+    """Those a user sees; none where the folder is not made yet."""
+    if not folder.exists():
+        return set()
+    return {p.name for p in folder.iterdir() if not p.name.startswith(".")}
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint):
+    return checkpoint("qwen3_moe", shard_bytes=200_000)
+
+
+@pytest.fixture(scope="module")
+def whole(plain, tmp_path_factory):
+    """What an undisturbed run writes."""
+    target = tmp_path_factory.mktemp("whole") / "packed"
+    pack_checkpoint(plain, target, **SMALL)
+    return contents(target)
+
+
+@pytest.mark.slow
+def test_killed_anywhere_and_run_again(plain, whole, tmp_path):
+    """kill -9 at random moments, several times in a row; then to the end."""
+    rng = random.Random(0)
+    kills = kept = done = 0
+    while kills < ROUNDS:
+        target = tmp_path / f"target-{done}"
+        for _ in range(rng.randint(1, 3)):
+            process = start(plain, target)
+            time.sleep(rng.random() * 0.25)
+            process.kill()
+            ended = process.wait() == 0
+            process.communicate()
+            kills += not ended
+            for name in final_names(target):  # whatever has its name is whole
+                if name != JOURNAL_NAME:
+                    assert (target / name).read_bytes() == whole[name]
+            if MANIFEST_NAME not in final_names(target):
+                with pytest.raises(CheckpointError):
+                    open_checkpoint(target)
+        report = pack_checkpoint(plain, target, **SMALL)
+        kept += report.kept_nbytes > 0
+        assert contents(target) == whole
+        done += 1
+        shutil.rmtree(target)
+    assert kept, "no run found anything to keep: the kills came too early"
+
+
+def test_finished_files_are_kept_only_if_they_are_sound(plain, whole, tmp_path):
+    target = tmp_path / "target"
+
+    class Stop(Exception):
+        pass
+
+    def stop(done, total, what):
+        if what.startswith("experts-00003"):
+            raise Stop
+
+    with pytest.raises(Stop):
+        pack(plain, target, PackOptions(**SMALL), stop)
+    first, second = (target / f"experts-0000{n}-of-00003.safetensors" for n in (1, 2))
+    assert not (target / third_of(target)).exists()
+    data = bytearray(second.read_bytes())
+    data[-1] ^= 1  # padding, which no checksum covers but verify does
+    second.write_bytes(data)
+    inode = first.stat().st_ino
+    report = pack_checkpoint(plain, target, **SMALL)
+    assert report.kept_nbytes == first.stat().st_size
+    assert first.stat().st_ino == inode
+    assert contents(target) == whole
+
+
+def third_of(target):
+    return "experts-00003-of-00003.safetensors"
+
+
+def test_ctrl_c_leaves_no_half_file(plain, whole, tmp_path):
+    for delay in (0.0, 0.05, 0.15):
+        target = tmp_path / f"target-{delay}"
+        process = start(plain, target)
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+        assert process.returncode in (0, 130), errors
+        assert "Traceback" not in errors
+        if not target.exists():  # it came too early
+            continue
+        assert not [p for p in target.iterdir() if p.name.startswith(".")]
+        for name in final_names(target) - {JOURNAL_NAME}:
+            assert (target / name).read_bytes() == whole[name]
+        pack_checkpoint(plain, target, **SMALL)
+        assert contents(target) == whole
+
+
+def test_of_two_packers_one_wins_and_the_other_says_why(plain, whole, tmp_path):
+    target = tmp_path / "target"
+    first = start(plain, target)
+    while not (target / JOURNAL_NAME).exists():
+        time.sleep(0.005)
+    with pytest.raises(PackError, match="another process") as caught:
+        pack_checkpoint(plain, target, **SMALL)
+    assert str(first.pid) in caught.value.actual
+    assert first.wait() == 0
+    first.communicate()
+    assert contents(target) == whole
+    assert not (target / LOCK_NAME).exists()
+
+
+def test_many_at_once(plain, whole, tmp_path):
+    target = tmp_path / "target"
+    processes = [start(plain, target) for _ in range(4)]
+    ended = [(p.wait(), p.communicate()[1]) for p in processes]
+    assert any(code == 0 for code, _ in ended)
+    for code, errors in ended:
+        assert code == 0 or ("another process" in errors and "Traceback" not in errors)
+    assert contents(target) == whole
+
+
+def test_the_lock_of_a_dead_process_is_taken_over(plain, tmp_path):
+    target = tmp_path / "target"
+    process = start(plain, target)
+    while not (target / JOURNAL_NAME).exists():
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    process.communicate()
+    assert (target / LOCK_NAME).exists()
+    with folder_lock(target):
+        pass
+    assert not (target / LOCK_NAME).exists()
+
+
+# --- errors of the system -----------------------------------------------------------------------
+
+
+def failing(monkeypatch, call, number, code):
+    """The `number`-th use of a system call on the target fails; counts all uses."""
+    original, count = getattr(os, call), [0]
+
+    def fail(*args, **options):
+        count[0] += 1
+        if count[0] == number:
+            raise OSError(code, os.strerror(code))
+        return original(*args, **options)
+
+    monkeypatch.setattr(output_file.os, call, fail)
+    return count
+
+
+def outcome(plain, target):
+    """The PackError of a packing, or None."""
+    try:
+        pack_checkpoint(plain, target, **SMALL)
+    except PackError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace", "ftruncate"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_failure_at_every_write_loses_nothing(plain, whole, tmp_path, monkeypatch, call, code):
+    with monkeypatch.context() as patch:
+        uses = failing(patch, call, -1, code)
+        pack_checkpoint(plain, tmp_path / "count", **SMALL)
+    numbers = range(1, uses[0] + 1)
+    if len(numbers) > 24 and not os.environ.get("MLX_STREAM_BIG"):
+        numbers = sorted({*numbers[:4], *numbers[-4:], *random.Random(1).sample(numbers, 8)})
+    for number in numbers:
+        target = tmp_path / f"target-{number}"
+        with monkeypatch.context() as patch:
+            failing(patch, call, number, code)
+            error = outcome(plain, target)
+        if error is None:  # a pid in a lock file, or a folder that cannot be synced: no matter
+            assert contents(target) == whole
+        else:
+            assert error.file is not None
+            assert "full" in error.problem or code != errno.ENOSPC
+        assert not [p for p in target.iterdir() if p.name.endswith(".partial")]
+        for name in final_names(target) - {JOURNAL_NAME}:
+            assert (target / name).read_bytes() == whole[name]
+        pack_checkpoint(plain, target, **SMALL)
+        assert contents(target) == whole
+        shutil.rmtree(target)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_a_disk_that_is_really_full(plain, whole, tmp_path, monkeypatch, share):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = int(sum(map(len, whole.values())) * share)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        with pytest.raises(PackError, match="not enough free space"):
+            pack_checkpoint(plain, disk / "target", **SMALL)
+        monkeypatch.setattr(
+            pack_module.shutil,
+            "disk_usage",
+            lambda _: shutil._ntuple_diskusage(1 << 50, 0, 1 << 50),
+        )
+        with pytest.raises(PackError, match="disk is full"):
+            pack_checkpoint(plain, disk / "target", **SMALL)
+        for name in final_names(disk / "target") - {JOURNAL_NAME}:
+            assert (disk / "target" / name).read_bytes() == whole[name]
+        grown = f"remount,size={64 << 20}"
+        subprocess.run(["mount", "-o", grown, str(disk)], check=True)
+        pack_checkpoint(plain, disk / "target", **SMALL)
+        assert contents(disk / "target") == whole
+    finally:
+        subprocess.run(["umount", str(disk)], check=False)
+
+
+def test_space_is_asked_for_before_anything_is_written(plain, tmp_path, monkeypatch):
+    target = tmp_path / "target"
+    free = shutil._ntuple_diskusage(1 << 40, 0, 1 << 20)
+    monkeypatch.setattr(pack_module.shutil, "disk_usage", lambda _: free)
+    with pytest.raises(PackError, match="free space"):
+        pack_checkpoint(plain, target)
+    assert not list(target.iterdir())
+
+
+def test_a_folder_that_cannot_be_made(plain, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PackError, match="cannot be made"):
+        pack_checkpoint(plain, tmp_path / "file" / "target")
+
+
+# --- folders that hold something ------------------------------------------------------------------
+
+
+def test_never_among_foreign_files_and_never_over_the_source(plain, tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "thesis.txt").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(PackError, match="other files"):
+            pack_checkpoint(plain, target, force=force)
+    assert [p.name for p in target.iterdir()] == ["thesis.txt"]
+    with pytest.raises(PackError, match="same folder"):
+        pack_checkpoint(plain, plain)
+
+
+def test_another_packing_is_replaced_only_with_force(plain, whole, checkpoint, tmp_path):
+    target = tmp_path / "target"
+    pack_checkpoint(plain, target, orders=random_orders(index_of(plain)))
+    assert pack_checkpoint(plain, target, orders=random_orders(index_of(plain))).already
+    before = contents(target)
+    for source in (plain, checkpoint("gpt_oss")):
+        with pytest.raises(PackError, match="another packing"):
+            pack_checkpoint(source, target, **SMALL)
+        assert contents(target) == before
+    pack_checkpoint(plain, target, force=True, **SMALL)
+    assert contents(target) == whole
+    assert verify(target, against=plain).sound
+
+
+def test_an_unfinished_folder_says_so(plain, tmp_path):
+    target = tmp_path / "target"
+    pack_checkpoint(plain, target)
+    (target / MANIFEST_NAME).unlink()
+    (target / JOURNAL_NAME).write_text("{}")
+    with pytest.raises(CheckpointError, match="not packed to the end"):
+        open_checkpoint(target)
+
+
+def test_a_source_that_changes_meanwhile_is_not_packed(plain, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(plain, source)
+    shard = min(source.glob("model*.safetensors"))
+
+    def touch(done, total, what):
+        os.utime(shard, ns=(1, 1))
+
+    with pytest.raises(CheckpointError, match="changed"):
+        pack(source, target, PackOptions(), touch)
+    assert MANIFEST_NAME not in final_names(target)
