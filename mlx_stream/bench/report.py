@@ -69,7 +69,7 @@ def _row(result: Result) -> list[str]:
 
 def findings(results: Sequence[Result]) -> list[str]:
     """What the figures say, in sentences."""
-    said = []
+    said = [f"{r.arm}: {r.first.note}" for r in results if r.first.note]
     ours = {(r.arm.tokens, r.arm.setting): r for r in results if r.arm.order == LAYER_MAJOR}
     for other in results:
         mine = ours.get((other.arm.tokens, other.arm.setting))

@@ -30,6 +30,7 @@ from mlx_stream.bench.stock import StockModel
 from mlx_stream.config import StreamConfig
 from mlx_stream.engine import Engine
 from mlx_stream.errors import MlxStreamError
+from mlx_stream.storage.read_probe import drop_cached
 from mlx_stream.timeline import Timeline
 
 Forecaster = Callable[[Engine, Arm], float | None]
@@ -79,7 +80,8 @@ class Runner:
 
     def _run(self, arm: Arm) -> Run:
         engine = self._open(arm.setting, arm.chunk)
-        before, note = engine.reader.counters, ""
+        note = _cold(engine)
+        before = engine.reader.counters
         hit_rate, peak = None, 0
         if arm.order == STOCK:
             self._stock = self._stock or StockModel(self._path)
@@ -168,6 +170,14 @@ class Runner:
         if self._engine is not None:
             self._engine.close()
         self._engine = self._setting = None
+
+
+def _cold(engine: Engine) -> str:
+    """Drop what earlier arms left in the page cache; says so where that cannot be done."""
+    if not engine.reader.io_mode.startswith("buffered"):
+        return ""
+    dropped = [drop_cached(f.path) for f in engine.index.checkpoint.files]
+    return "" if all(dropped) else "the page cache was not dropped"
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -178,16 +178,23 @@ class _Arm:
     def _drop_cache(self) -> None:
         """Buffered arms would otherwise measure memory. Where the system has no such call, the
         fresh offsets must do."""
-        if not self._reader.io_mode.startswith("buffered") or not hasattr(os, "posix_fadvise"):
-            return
-        fd = os.open(self._reader._identities[0].path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+        if self._reader.io_mode.startswith("buffered"):
+            drop_cached(self._reader._identities[0].path)
 
     def close(self) -> None:
         self._reader.close()
+
+
+def drop_cached(path: Path) -> bool:
+    """Put a file's pages out of the page cache; False where the system has no such call."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    return True
 
 
 @contextmanager
