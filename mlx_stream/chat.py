@@ -121,7 +121,9 @@ def _command(talk: Conversation, line: str) -> bool:
     name, _, argument = line.partition(" ")
     if name == "/quit":
         return False
-    if name == "/reset":
+    if name == "/help":
+        click.echo(HELP, err=True)
+    elif name == "/reset":
         talk.reset()
     elif name == "/save" and argument.strip():
         path = talk.save(Path(argument.strip()))
@@ -143,6 +145,8 @@ def _answer(runtime: Runtime, talk: Conversation, options: ChatOptions, line: st
             click.echo(response.text if words else f"{response.token} ", nl=False)
             sys.stdout.flush()
     click.echo()
+    if options.stats:
+        click.echo(runtime.request_metrics.table(), err=True)
 
 
 def main() -> None:

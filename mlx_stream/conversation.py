@@ -105,6 +105,9 @@ class Conversation:
         """The mlx-lm prompt cache; changed by every turn."""
         return self._cache
 
+    def __repr__(self) -> str:
+        return f"Conversation({len(self.tokens)} tokens in the cache)"
+
     def send(
         self, message: str | Sequence[int], max_tokens: int = 256, **sampling: Any
     ) -> Iterator[GenerationResponse]:

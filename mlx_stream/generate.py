@@ -72,7 +72,12 @@ class GenerateOptions(LoadFlags, KvFlags, KeepFlags, DecodeFlags, SamplingFlags)
 
 @click.command(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @load_options
-@click.option("--prompt", "-p", help="The user's message; '-' reads standard input.")
+@click.option(
+    "--prompt",
+    "-p",
+    help=f"The user's message; '-' reads standard input.  [default: {DEFAULT_PROMPT!r}, and a "
+    f"beginning for the demo model]",
+)
 @click.option(
     "--prompt-file",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -103,7 +108,7 @@ class GenerateOptions(LoadFlags, KvFlags, KeepFlags, DecodeFlags, SamplingFlags)
 @click.option(
     "--receipt",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the receipt of the prefill as JSON.",
+    help="Write what the prompt and its answer cost as JSON.",
 )
 @click.option(
     "--trace",

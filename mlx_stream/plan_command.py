@@ -25,7 +25,7 @@ from mlx_stream.planner.outline import ModelOutline, open_outline
 from mlx_stream.prefill.schedule import PrefillPlan
 
 WIDTH = 110  # of a table that goes to a file
-NO_PROFILE = "no forecast: run `mlx_stream probe` once, it measures this machine in 20 seconds"
+NO_PROFILE = "no forecast: run `mlx_stream probe` once, it measures this machine in about a minute"
 
 
 @dataclass(frozen=True)
@@ -240,14 +240,14 @@ def _remarks(one: Outlook) -> list[str]:
     lines = [head + str(one.forecast)]
     if math.isfinite(one.forecast.break_even_tokens):
         lines.append(
-            f"  break-even N*: from about {one.forecast.break_even_tokens:.0f} tokens computing "
-            "takes longer than reading"
+            "  break-even length: computing takes longer than reading all experts for prompts of "
+            f"more than about {one.forecast.break_even_tokens:.0f} tokens"
         )
     if one.decode is not None:
         low, high = one.decode
-        top = f"{high:.1f}" if math.isfinite(high) else "no limit"
+        top = f"{high:.1f}" if math.isfinite(high) else "any speed (all experts fit)"
         lines.append(
-            f"  decode: the disk allows {low:.1f} tok/s without a cache, {top} with this one"
+            f"  decode: the disk alone would allow {low:.1f} tok/s without a cache, {top} with it"
         )
     return lines
 

@@ -192,4 +192,5 @@ def _advice(plan: PrefillPlan, found: Forecast) -> Iterator[str]:
         yield f"bound by the disk: prompts up to {until} would take hardly longer"
     elif found.read_seconds < BALANCED * found.compute_seconds:
         enough = found.read_seconds / found.compute_seconds
-        yield f"bound by computing: a disk of {enough:.0%} of this speed would do"
+        share = f"{enough:.0%}" if enough >= 0.01 else "less than 1%"
+        yield f"bound by computing: a disk of {share} of this speed would do"
