@@ -22,7 +22,7 @@ from mlx_stream.kv_flags import (
     load_options,
     prompt_cache_option,
 )
-from mlx_stream.sampling import SamplingFlags, make_sampler_of, sampling_options
+from mlx_stream.sampling import SEED, SamplingFlags, make_sampler_of, sampling_options
 from mlx_stream.terminal import PrefillBar, run_command
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ChatOptions(LoadFlags, KvFlags, DecodeFlags, SamplingFlags):
     help="Of one answer; -1: no limit.",
 )
 @sampling_options
-@click.option("--seed", type=int, help="Seed of the sampler.")
+@click.option("--seed", type=SEED, help="Seed of the sampler.")
 @kv_options
 @decode_options
 def chat(**flags: Any) -> None:

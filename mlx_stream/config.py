@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -51,6 +52,13 @@ def parse_bytes(value: int | str) -> int:
                 remedy="pass bytes, or a number with KB, MB, GB, KiB, MiB or GiB",
             )
         size = float(match.group(1)) * _UNITS[match.group(2).upper()]
+    if not math.isfinite(size):
+        raise ConfigError(
+            "a size must be finite",
+            expected="a number of bytes",
+            actual=repr(value)[:40],
+            remedy="pass a size such as '4GB'",
+        )
     if size < 1:
         raise ConfigError(
             "a size must be positive",

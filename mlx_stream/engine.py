@@ -20,7 +20,7 @@ from mlx_stream import interrupts
 from mlx_stream.allotment import Allotment
 from mlx_stream.backends.select import select_backend
 from mlx_stream.budget import MemoryBudget
-from mlx_stream.config import StreamConfig
+from mlx_stream.config import StreamConfig, parse_bytes
 from mlx_stream.decode.decoder import Decoder, StreamedModel
 from mlx_stream.decode.metrics import DecodeMetrics
 from mlx_stream.decode.options import DecodeOptions
@@ -283,13 +283,13 @@ class Engine:
         self.reader.timeline = self.decoder.exact.timeline = timeline
 
     @interrupts.deferred()
-    def change_budget(self, total: int) -> None:
+    def change_budget(self, total: int | str) -> None:
         """Another memory budget from now on, in bytes.
 
         Raises:
             BudgetError: it is smaller than what must stay in memory; nothing changes.
         """
-        self._allotment.change_total(total)
+        self._allotment.change_total(parse_bytes(total))
 
     @property
     def peak_nbytes(self) -> int:

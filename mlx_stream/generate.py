@@ -25,7 +25,7 @@ from mlx_stream.kv_flags import (
     load_options,
     prompt_cache_option,
 )
-from mlx_stream.sampling import SamplingFlags, make_sampler_of, sampling_options
+from mlx_stream.sampling import SEED, SamplingFlags, make_sampler_of, sampling_options
 from mlx_stream.terminal import PrefillBar, run_command
 from mlx_stream.timeline import Timeline
 
@@ -94,7 +94,7 @@ class GenerateOptions(LoadFlags, KvFlags, KeepFlags, DecodeFlags, SamplingFlags)
     help="-1: no limit.",
 )
 @sampling_options
-@click.option("--seed", type=int, help="Seed of the sampler.")
+@click.option("--seed", type=SEED, help="Seed of the sampler.")
 @click.option("--ignore-chat-template", is_flag=True, help="Use the prompt as it is.")
 @click.option("--chat-template-config", help="JSON object of chat template arguments.")
 @click.option("--extra-eos-token", multiple=True, help="More end tokens; may be repeated.")
@@ -151,10 +151,21 @@ def _read_prompt(options: GenerateOptions) -> str:
     if options.prompt_file is not None:
         return read_prompt_file(options.prompt_file)
     if options.prompt == "-":
-        return sys.stdin.read()
+        return _read_stdin()
     if options.prompt is None:
         return DEMO_PROMPT if options.model is None else DEFAULT_PROMPT
     return options.prompt.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise MlxStreamError(
+            "there is no standard input to read the prompt from",
+            expected="text",
+            actual="closed",
+            remedy="pass --prompt TEXT or --prompt-file FILE",
+        )
+    return sys.stdin.read()
 
 
 def read_prompt_file(path: Path) -> str:

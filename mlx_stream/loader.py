@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,10 @@ def _load_lazy(
         ) from error
     # Modules draw their initial weights lazily, each from the state that the one before left: until
     # that state is evaluated the chain stays in memory (0.2 MB a load of the demo model).
-    mx.eval(mx.random.state)
+    try:
+        mx.eval(mx.random.state)
+    except RuntimeError:  # a compiled sampler that failed leaves a state without a value
+        mx.random.seed(time.time_ns())
     return model, config
 
 

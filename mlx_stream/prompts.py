@@ -26,6 +26,7 @@ def encode_prompt(tokenizer: Any | None, prompt: Prompt, **template: Any) -> lis
     """
     if isinstance(prompt, str):
         tokenizer = _need(tokenizer)
+        check_text(prompt)
         bos = tokenizer.bos_token
         return list(
             tokenizer.encode(prompt, add_special_tokens=not bos or not prompt.startswith(bos))
@@ -35,11 +36,27 @@ def encode_prompt(tokenizer: Any | None, prompt: Prompt, **template: Any) -> lis
     return _one_row(prompt).tolist()
 
 
+def check_text(text: str) -> None:
+    """Raises MlxStreamError for text that is no Unicode, such as undecodable input bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MlxStreamError(
+            "the prompt is not valid Unicode text",
+            expected="UTF-8",
+            actual=f"{error.object[error.start : error.end]!r} at position {error.start}",
+            remedy="check the encoding of the input",
+        ) from error
+
+
 def encode_messages(
     tokenizer: Any | None, messages: Sequence[Message], **template: Any
 ) -> list[int]:
     """Token ids of a conversation, ending where the assistant's answer begins."""
     tokenizer = _need(tokenizer)
+    for message in messages:
+        if isinstance(message.get("content"), str):
+            check_text(message["content"])
     if not tokenizer.has_chat_template:
         raise MlxStreamError(
             "this tokenizer has no chat template",

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 SHARE = click.FloatRange(0, 1)
+SEED = click.IntRange(0, 2**64 - 1)
 
 _OPTIONS = (
     click.option(
@@ -78,6 +79,9 @@ def make_sampler_of(tokenizer: Any | None, flags: SamplingFlags) -> Any:
     from mlx_lm.sample_utils import make_sampler
 
     special: list[int] = []
+    top_k = flags.top_k
+    if tokenizer is not None and top_k >= tokenizer.vocab_size:
+        top_k = 0  # all of them
     if tokenizer is not None and flags.xtc_probability > 0:
         special = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
     return make_sampler(
@@ -85,7 +89,7 @@ def make_sampler_of(tokenizer: Any | None, flags: SamplingFlags) -> Any:
         flags.top_p,
         flags.min_p,
         flags.min_tokens_to_keep,
-        top_k=flags.top_k,
+        top_k=top_k,
         xtc_probability=flags.xtc_probability,
         xtc_threshold=flags.xtc_threshold,
         xtc_special_tokens=special,

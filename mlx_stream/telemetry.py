@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlx_stream.config import format_bytes
+from mlx_stream.whole_files import write_whole
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,7 @@ class Receipt:
         Raises:
             OSError: the folder is missing or not writable; nothing is left behind.
         """
-        target = path.absolute()
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, json.dumps(self.as_dict(), indent=2) + "\n")
 
     def summary(self) -> str:
         """One line for a terminal."""

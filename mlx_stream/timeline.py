@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_stream.whole_files import write_whole
+
 MAX_EVENTS = 1_000_000
 COMPUTE = "compute"
 
@@ -106,14 +108,7 @@ class Timeline:
         Raises:
             OSError: the folder is missing or not writable; nothing is left behind.
         """
-        target = path.absolute()
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(self.as_dict(), file)
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, json.dumps(self.as_dict()))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ MAX_LINES = 320
 
 # Who may import whom, by package or top-level module; each may also import itself.
 BOTTOM = {"errors"}
-BASE = {"errors", "interrupts", "config", "budget", "telemetry", "timeline"}
+BASE = {"errors", "interrupts", "config", "budget", "telemetry", "timeline", "whole_files"}
 STORAGE = BASE | {"storage"}
 BACKENDS = STORAGE | {"backends"}
 EXPERTS = BACKENDS | {"experts"}
@@ -45,8 +45,9 @@ ALLOWED = {
     "interrupts": set(),
     "config": BOTTOM,
     "budget": BOTTOM | {"config"},
-    "telemetry": BOTTOM | {"config"},
-    "timeline": set(),
+    "telemetry": BOTTOM | {"config", "whole_files"},
+    "whole_files": set(),
+    "timeline": {"whole_files"},
     "storage": BASE,
     "hub": BOTTOM | {"config"},
     "prompts": BOTTOM | {"config"},

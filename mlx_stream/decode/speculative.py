@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache, trim_prompt_cache
 
-from mlx_stream.decode.loop import LogitsProcessor, Sampler, Step
+from mlx_stream.decode.loop import LogitsProcessor, Sampler, Step, draw
 from mlx_stream.errors import CapabilityError
 
 DRAFT_CHUNK = 512
@@ -131,9 +131,7 @@ class Rounds:
         for processor in self._processors:
             row = processor(self._history, row)
         logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)
-        sampled = self._sampler(logprobs)
-        mx.eval(sampled, logprobs)
-        return Drawn(int(sampled.item()), logprobs[0], from_draft)
+        return Drawn(draw(self._sampler, logprobs), logprobs[0], from_draft)
 
     def _remember(self, token: int) -> None:
         if self._history is not None:
