@@ -57,6 +57,7 @@ class Allotment:
         """
         memory = plan.memory
         self._budget.release("kv cache")  # first: the cache may have been planned into its place
+        self._decoder.cache.drop_guesses()
         if not self._about_right(memory.expert_cache):
             self.resize_cache(memory.expert_cache)
         self._budget.reserve("kv cache", memory.kv)

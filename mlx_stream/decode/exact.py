@@ -145,7 +145,7 @@ class ExactExecutor:
     def _add(
         self, mlp: ExpertMlp, computation: LayerComputation, records: Sequence[Record]
     ) -> None:
-        fence = computation.add(self._cache.groups(mlp, records))
+        fence = computation.add(self._cache.store.groups(mlp, records))
         if fence.passed():
             self._in_use.difference_update(r.key for r in records)
         else:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 
-from mlx_stream.backends.base import ExpertMlp, HostBuffer, PublishedGroup
+from mlx_stream.backends.base import ExpertMlp, HostBuffer
 from mlx_stream.decode.policy import EvictionPolicy
 from mlx_stream.decode.residency import Residency
 from mlx_stream.decode.slots import Key, Record, SlotStore, stop_arrival
@@ -87,10 +87,7 @@ class ExpertCache:
             self.counts.misses += 1
             return None
         self.counts.hits += 1
-        if record.guess:
-            self._promote(record)
-        else:
-            self.policy.touch(key)
+        self._use(record)
         return record
 
     def start_read(self, mlp: ExpertMlp, expert: int, pinned: Collection[Key]) -> Record | None:
@@ -141,6 +138,11 @@ class ExpertCache:
             with suppress(MlxStreamError):
                 self.finish_read(record)
 
+    def drop_guesses(self) -> None:
+        """Nothing read ahead is waited for any more."""
+        for record in list(self._guesses.values()):
+            self._discard_guess(record)
+
     def abandon_pending(self) -> None:
         """Drop every record whose read has not finished; returns when no thread writes.
 
@@ -170,8 +172,9 @@ class ExpertCache:
             weight: the seed's score, for policies that use one.
         """
         key = (mlp.layer.index, expert)
-        if key in self._records:
-            self.policy.touch(key)
+        known = self._records.get(key)
+        if known is not None:
+            self._use(known)
             return True
         slot = self._take_slot(())
         if slot is None:
@@ -186,10 +189,6 @@ class ExpertCache:
         self.policy.admit(key, weight)
         return True
 
-    def groups(self, mlp: ExpertMlp, records: Sequence[Record]) -> list[PublishedGroup]:
-        """Records of one layer as a layer computation takes them."""
-        return self.store.groups(mlp, records)
-
     def resize(self, capacity: int, spare_nbytes: int = 0) -> None:
         """Hold at most `capacity` records from now on; the policy says who leaves.
 
@@ -200,8 +199,7 @@ class ExpertCache:
         """
         assert capacity >= 1
         assert not any(r.arrival and not r.guess for r in self._records.values()), "still reading"
-        for record in list(self._guesses.values()):
-            self._discard_guess(record)
+        self.drop_guesses()
         self.capacity = capacity
         self.policy.resize(capacity)
         while len(self._records) > capacity:
@@ -294,8 +292,11 @@ class ExpertCache:
         if interrupt is not None:
             raise interrupt
 
-    def _promote(self, record: Record) -> None:
+    def _use(self, record: Record) -> None:
         """A guess that came true is a record like any other."""
+        if not record.guess:
+            self.policy.touch(record.key)
+            return
         record.guess = False
         del self._guesses[record.key]
         self.counts.guesses_used += 1
