@@ -25,7 +25,7 @@ from mlx_stream.storage.packed_manifest import JOURNAL_NAME, MANIFEST_NAME
 from mlx_stream.storage.record_layout import RECORD_ALIGN
 from tests.packed.building import SMALL_SHARD, index_of, pack_checkpoint, random_orders
 
-ROUNDS = 200 if os.environ.get("MLX_STREAM_BIG") else 20
+ROUNDS = 200 if os.environ.get("MLX_STREAM_BIG") else 5
 ROOT = Path(__file__).parents[2]
 SMALL = {"shard_nbytes": SMALL_SHARD, "piece_nbytes": 2 * RECORD_ALIGN}
 
