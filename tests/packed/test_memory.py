@@ -19,8 +19,11 @@ from pathlib import Path
 from mlx_stream.packed.pack import PackOptions, pack
 pack(Path(sys.argv[1]), Path(sys.argv[2]), PackOptions(verify=True))
 assert not {"mlx", "torch", "transformers"} & set(sys.modules)
-unit = 1 if sys.platform == "darwin" else 1024
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+if sys.platform == "linux":  # ru_maxrss also counts the process that started this one
+    status = Path("/proc/self/status").read_text()
+    print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
+else:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
