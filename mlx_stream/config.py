@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from mlx_stream.errors import MlxStreamError
 
@@ -91,6 +93,11 @@ def parse_throttle(text: str) -> tuple[float, float]:
         actual=repr(text),
         remedy="give a size and '/s', then ':' and a time in us, ms or s",
     )
+
+
+def cache_folder() -> Path:
+    """Where this program keeps what it can make again; follows XDG_CACHE_HOME."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx_stream"
 
 
 def format_bytes(nbytes: float) -> str:

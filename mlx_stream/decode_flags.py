@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
+from mlx_stream.click_options import add_options
 from mlx_stream.decode.options import PATHS, PREDICTORS
 from mlx_stream.decode.policy import POLICIES
 from mlx_stream.decode.seed_policy import SEED_POLICIES
@@ -72,11 +72,7 @@ class DecodeFlags:
     stats: bool
 
 
-def decode_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags to a click command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+decode_options = add_options(_OPTIONS)
 
 
 def decode_arguments(flags: DecodeFlags) -> dict[str, Any]:

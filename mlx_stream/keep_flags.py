@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import click
 
+from mlx_stream.click_options import add_options
 from mlx_stream.config import ConfigError
 from mlx_stream.kv.options import KV_EVICT, KvOptions
 from mlx_stream.resume.options import KeepOptions
@@ -56,11 +55,7 @@ class KeepFlags:
     resume: bool
 
 
-def keep_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags to a click command."""
-    for option in reversed(_KEEP):
-        command = option(command)
-    return command
+keep_options = add_options(_KEEP)
 
 
 def evicting(kv: KvOptions, flags: KeepFlags) -> KvOptions:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mlx_stream.click_options import add_options
 from mlx_stream.config import BACKENDS, IO_MODES, VERIFY_MODES
 from mlx_stream.decode_flags import DecodeFlags, decode_arguments
 from mlx_stream.kv.options import PLAIN, KvOptions
@@ -102,18 +103,8 @@ class LoadFlags:
     throttle_reads: str | None
 
 
-def kv_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the KV flags of mlx_lm.generate to a click command."""
-    for option in reversed(_KV):
-        command = option(command)
-    return command
-
-
-def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags that say what is loaded, and how."""
-    for option in reversed(_LOAD):
-        command = option(command)
-    return command
+kv_options = add_options(_KV)  # those of mlx_lm.generate
+load_options = add_options(_LOAD)
 
 
 def prompt_cache_option(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from mlx_stream.click_options import add_options
 from mlx_stream.config import BACKENDS, format_bytes, parse_bytes
 from mlx_stream.errors import BudgetError
 from mlx_stream.planner.decode_bounds import cached_tokens_per_second, uniform_hit_rate
@@ -126,9 +127,8 @@ profile that `mlx_stream probe` saves; --profile takes one from another machine.
 """
 
 
-def plan_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The flags of the command, without the model's."""
-    options = (
+plan_options = add_options(
+    (
         click.option(
             "--prompt-tokens",
             "-n",
@@ -148,9 +148,7 @@ def plan_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt length."),
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+)
 
 
 def run_plan(

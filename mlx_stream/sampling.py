@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import click
+
+from mlx_stream.click_options import add_options
 
 SHARE = click.FloatRange(0, 1)
 SEED = click.IntRange(0, 2**64 - 1)
@@ -67,11 +68,7 @@ class SamplingFlags:
     xtc_threshold: float
 
 
-def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags to a click command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+sampling_options = add_options(_OPTIONS)
 
 
 def make_sampler_of(tokenizer: Any | None, flags: SamplingFlags) -> Any:

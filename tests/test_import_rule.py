@@ -23,10 +23,10 @@ STORAGE = BASE | {"storage"}
 BACKENDS = STORAGE | {"backends"}
 EXPERTS = BACKENDS | {"experts"}
 SIBLINGS = EXPERTS
-PLANNER = {"errors", "config", "storage", "hub", "prefill.schedule", "kv.options"}
+PLANNER = {"errors", "config", "whole_files", "storage", "hub", "prefill.schedule", "kv.options"}
 KV = SIBLINGS | {"prefill.cache_views", "prefill.hooks", "prefill.schedule"}
 RUNTIME = EXPERTS | {"prefill", "decode", "kv", "planner", "loader", "hub", "prompts", "resume"}
-FLAGS = {"sampling", "decode_flags", "kv_flags", "keep_flags"}
+FLAGS = {"click_options", "sampling", "decode_flags", "kv_flags", "keep_flags"}
 COMMANDS = {
     "bench",
     "generate",
@@ -47,6 +47,7 @@ ALLOWED = {
     "budget": BOTTOM | {"config"},
     "telemetry": BOTTOM | {"config", "whole_files"},
     "whole_files": set(),
+    "click_options": set(),
     "timeline": {"whole_files"},
     "storage": BASE,
     "hub": BOTTOM | {"config"},
@@ -70,11 +71,12 @@ ALLOWED = {
     "prompt_caches": RUNTIME | {"engine", "run_hooks"},
     "conversation": RUNTIME | {"engine", "prompt_caches"},
     "runtime": RUNTIME | {"engine", "prompt_caches", "conversation"},
-    "sampling": BASE,
-    "decode_flags": BASE | {"decode.options", "decode.policy", "decode.seed_policy"},
+    "sampling": BASE | {"click_options"},
+    "decode_flags": BASE
+    | {"click_options", "decode.options", "decode.policy", "decode.seed_policy"},
     "terminal": BASE | {"prefill.schedule"},
-    "keep_flags": BASE | {"kv.options", "resume.options"},
-    "kv_flags": RUNTIME | {"engine", "runtime", "decode_flags"},
+    "keep_flags": BASE | {"click_options", "kv.options", "resume.options"},
+    "kv_flags": RUNTIME | {"click_options", "engine", "runtime", "decode_flags"},
     "continuation": RUNTIME | {"engine", "runtime"},
     "bench": TOP | {""},
     "plan_command": TOP,

@@ -74,9 +74,7 @@ class Runner:
     def close(self) -> None:
         """Release the engine and the stock model."""
         self._stock = None
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = self._setting = None
+        self.close_engine()
 
     def _run(self, arm: Arm) -> Run:
         engine = self._open(arm.setting, arm.chunk)

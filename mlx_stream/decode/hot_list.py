@@ -15,6 +15,7 @@ import numpy as np
 from mlx_stream.decode.routing_trace import RoutingTrace
 from mlx_stream.decode.seed_policy import HORIZON
 from mlx_stream.errors import MlxStreamError
+from mlx_stream.whole_files import write_whole
 
 FORMAT = "mlx_stream hot list"
 VERSION = 1
@@ -83,7 +84,7 @@ class HotList:
         layers = [vars(layer) for layer in self.layers]
         content = {"format": FORMAT, "version": VERSION, "model": self.model, "layers": layers}
         try:
-            Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+            write_whole(Path(path), json.dumps(content) + "\n")
         except OSError as error:
             raise HotListError(
                 "the hot list cannot be written",

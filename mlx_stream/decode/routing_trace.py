@@ -6,6 +6,7 @@ bounded before anything is allocated, and every id is checked.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from mlx_stream.errors import MlxStreamError
+from mlx_stream.whole_files import write_whole
 
 VERSION = 1
 MAX_FILE_NBYTES = 256 << 20
@@ -102,13 +104,11 @@ class RoutingTrace:
         for i in range(len(self.layers)):
             arrays[f"prompt.{i}"] = self.prompt[i].astype(np.int16)
             arrays[f"decode.{i}"] = self.decode[i].astype(np.int16)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        packed = io.BytesIO()
         try:
-            with open(partial, "wb") as file:
-                np.savez_compressed(file, allow_pickle=False, **arrays)
-            os.replace(partial, target)
+            np.savez_compressed(packed, allow_pickle=False, **arrays)
+            write_whole(target, packed.getvalue())
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise TraceError(
                 "the trace cannot be written",
                 file=target,

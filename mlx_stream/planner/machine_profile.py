@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mlx_stream.config import cache_folder
 from mlx_stream.errors import MlxStreamError
 from mlx_stream.storage.read_probe import ReadRate
+from mlx_stream.whole_files import write_whole
 
 VERSION = 1
 KINDS = ("experts", "linear", "attention", "overhead")
@@ -147,14 +148,9 @@ class MachineProfile:
         Raises:
             ProfileError: the folder cannot be written; nothing is left behind.
         """
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_whole(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         except OSError as error:
             raise ProfileError(
                 "the machine profile cannot be saved",
@@ -194,8 +190,7 @@ class MachineProfile:
 
 def default_profile_path() -> Path:
     """In the user's cache folder, beside what doctor keeps; follows XDG_CACHE_HOME."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mlx_stream" / "machine.json"
+    return cache_folder() / "machine.json"
 
 
 def load_default() -> MachineProfile | None:

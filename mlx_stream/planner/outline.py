@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from mlx_stream.errors import BudgetError, MlxStreamError
@@ -58,7 +59,7 @@ class ModelOutline:
             chunk_tokens=chunk_tokens,
         )
 
-    @property
+    @cached_property
     def resident_nbytes(self) -> int:
         """Bytes of the non-expert weights as held: 16-bit floats widen on a float32 backend."""
         total = 0

@@ -9,14 +9,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
-import tempfile
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mlx_stream.config import cache_folder
+from mlx_stream.whole_files import write_whole
 
 VERSION = 1
 MAX_FILE_NBYTES = 256 << 20
@@ -44,8 +45,7 @@ class RawHeaders:
 
 def default_folder() -> Path:
     """In the user's cache folder; follows XDG_CACHE_HOME."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mlx_stream" / "headers"
+    return cache_folder() / "headers"
 
 
 class HeaderCache:
@@ -107,14 +107,7 @@ class HeaderCache:
         """All or nothing, so that a plan running beside this one never reads half a file."""
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self._folder, suffix=".part")
-            try:
-                with open(handle, "wb") as file:
-                    file.write(data)
-                os.replace(name, path)
-            except BaseException:
-                os.unlink(name)
-                raise
+            write_whole(path, data)
 
 
 def _pack(data: bytes) -> str:

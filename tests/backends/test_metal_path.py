@@ -10,7 +10,7 @@ import pytest
 from mlx_stream.backends.metal import MetalBackend
 from mlx_stream.backends.select import select_backend
 from mlx_stream.errors import CapabilityError
-from tests.prefill.running import decode, relative, settled_prompt
+from tests.prefill.running import QUANTIZATIONS, decode, relative, settled_prompt
 from tests.support.checkpoints import random_tokens
 
 FAMILIES = (
@@ -47,18 +47,7 @@ def test_backends_agree(checkpoint, open_engine, open_metal, name):
         assert getattr(metal.receipt, field) == getattr(cpu.receipt, field), field
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mode": "mxfp4"},
-        {"mode": "mxfp8"},
-        {"mode": "nvfp4"},
-        {"mode": "none"},
-        {"bits": 8, "group_size": 32},
-        {"overrides": ((r"down_proj", {"bits": 8}), (r"layers\.2\..*switch_mlp", False))},
-    ],
-    ids=["mxfp4", "mxfp8", "nvfp4", "float32", "affine-8-g32", "mixed"],
-)
+@QUANTIZATIONS
 def test_quantizations_equal_stock(checkpoint, stock, open_metal, options):
     path = checkpoint("qwen3_moe", **options)
     prompt, rows = settled_prompt(stock(path), N, STEPS)

@@ -20,6 +20,21 @@ CLEAR = 1e-3  # a top-2 gap that rounding cannot close, relative to the largest 
 NOISE = 2e-5  # far above rounding, far below what changes a routing that is not a near tie
 
 
+QUANTIZATIONS = pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "mxfp4"},
+        {"mode": "mxfp8"},
+        {"mode": "nvfp4"},
+        {"mode": "none"},
+        {"bits": 8, "group_size": 32},
+        {"overrides": ((r"down_proj", {"bits": 8}), (r"layers\.2\..*switch_mlp", False))},
+    ],
+    ids=["mxfp4", "mxfp8", "nvfp4", "float32", "affine-8-g32", "mixed"],
+)
+"""Every quantization mode, and layers that differ."""
+
+
 def greedy(logprobs: mx.array) -> mx.array:
     """The sampler of mlx-lm at temperature 0."""
     return mx.argmax(logprobs, axis=-1)

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_stream.config import cache_folder
 from mlx_stream.errors import MlxStreamError
+from mlx_stream.whole_files import write_whole
 
 ENVIRONMENT = "MLX_STREAM_KERNELS"
 PATHS = ("auto", "stock", "fused")
@@ -121,8 +123,7 @@ def machine_name() -> str:
 
 def profile_path() -> Path:
     """Where doctor keeps what it measured; follows XDG_CACHE_HOME."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mlx_stream" / "kernels.json"
+    return cache_folder() / "kernels.json"
 
 
 def load_profile(machine: str) -> dict[str, float]:
@@ -144,7 +145,5 @@ def save_profile(machine: str, gains: Mapping[str, float]) -> Path:
         known = {}
     known = known if isinstance(known, dict) else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps({**known, machine: dict(gains)}, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps({**known, machine: dict(gains)}, indent=2) + "\n")
     return path
