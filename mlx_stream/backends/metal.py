@@ -85,7 +85,9 @@ class MetalBackend(ResidentOnMlx, MappedOnMlx):
     """
 
     name = "metal"
-    capabilities = frozenset({"staging", "grouped-mlp", "unified-memory", "planes"})
+    capabilities = frozenset(
+        {"staging", "grouped-mlp", "unified-memory", "planes", "stacked-slots"}
+    )
     compute_dtype: mx.Dtype | None = None
 
     def __init__(self, *, require_device: bool = True, run: Runner = run_metal) -> None:

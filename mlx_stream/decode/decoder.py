@@ -185,9 +185,9 @@ class Decoder:
         plan = plan_decode(self._options.path, on_device=planes, one_layout=same)
         if plan.stacked:
             one_layout(layers)  # says which tensor differs
-            if self._backend.name == "cuda":
+            if "stacked-slots" not in self._backend.capabilities:
                 raise CapabilityError(
-                    "the cuda backend has no stacked expert slots",
+                    f"the {self._backend.name} backend has no stacked expert slots",
                     expected="--decode-path auto, exact or whole-layer",
                     actual=plan.path,
                     remedy="leave the decode path to the runtime",

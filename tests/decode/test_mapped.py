@@ -96,10 +96,11 @@ def test_an_observer_sees_each_layer_once_although_a_step_was_redone(
 
 
 @pytest.mark.parametrize("path", ["hot", "staged"])
-def test_cuda_has_no_stacked_slots(checkpoint, open_metal, monkeypatch, path):
+def test_a_backend_without_stacked_slots(checkpoint, open_metal, monkeypatch, path):
     from mlx_stream.backends.metal import MetalBackend
 
-    monkeypatch.setattr(MetalBackend, "name", "cuda")
+    rest = MetalBackend.capabilities - {"stacked-slots"}
+    monkeypatch.setattr(MetalBackend, "capabilities", rest)
     with pytest.raises(CapabilityError, match="stacked"):
         open_metal(checkpoint("qwen3_moe"), decode_path=path)
 

@@ -54,7 +54,7 @@ class CpuBackend(DecodeAsLayer, MappedOnMlx):
     """See the module docstring and :class:`mlx_stream.backends.base.Backend`."""
 
     name = "cpu"
-    capabilities = frozenset({"staging", "grouped-mlp"})
+    capabilities = frozenset({"staging", "grouped-mlp", "stacked-slots"})
     compute_dtype: mx.Dtype | None = mx.float32
 
     def __init__(self, threads: int | None = None) -> None:

@@ -30,6 +30,12 @@ def test_families_equal_stock(checkpoint, stock, open_cuda, fake, name, io):
     assert not fake.misuse
 
 
+@pytest.mark.parametrize("path", ["hot", "staged"])
+def test_cuda_has_no_stacked_slots(checkpoint, open_cuda, path):
+    with pytest.raises(CapabilityError, match="the cuda backend has no stacked"):
+        open_cuda(checkpoint("qwen3_moe"), decode_path=path)
+
+
 @QUANTIZATIONS
 def test_quantizations_equal_stock(checkpoint, stock, open_cuda, options):
     path = checkpoint("qwen3_moe", **options)
