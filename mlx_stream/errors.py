@@ -86,6 +86,10 @@ class UnsupportedModelError(CheckpointError):
     """The architecture or tensor layout is not one this release can stream."""
 
 
+class UnstackedExpertsError(UnsupportedModelError):
+    """Experts in the Hugging Face layout, which ``mlx_stream pack`` rewrites."""
+
+
 class UnsupportedQuantizationError(CheckpointError):
     """The quantization mode, bit width or group size is not supported."""
 
@@ -96,6 +100,10 @@ class PackedLayoutError(CheckpointError):
 
 class DamagedRecordError(CheckpointError):
     """An expert's bytes are not those that were packed: its checksum differs."""
+
+
+class PrerouterError(CheckpointError):
+    """A Prerouter's spec or heads cannot be used, or not with this model."""
 
 
 class PackError(MlxStreamError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,23 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.utils import load_tokenizer
 
 from mlx_stream.backends.base import Backend
 from mlx_stream.budget import MemoryBudget
-from mlx_stream.errors import MissingTensorError, ReadError, UnsupportedModelError
+from mlx_stream.config import StreamConfig, parse_throttle
+from mlx_stream.errors import ReadError, UnsupportedModelError
 from mlx_stream.experts.combine_probe import probe_combination
 from mlx_stream.experts.streamed_experts import (
     ExecutorSlot,
     StreamedExperts,
     install_streamed_experts,
 )
+from mlx_stream.lazy_model import load_lazy
 from mlx_stream.packed_model import packed_arguments
 from mlx_stream.planner.fit import DIRECT_ALIGN, Traits, require_room
+from mlx_stream.planner.group_size import GroupSize, wanted_group
+from mlx_stream.planner.machine_profile import ProfileError, load_default
 from mlx_stream.planner.model_shape import ModelShape, model_shape
 from mlx_stream.storage.expert_index import ExpertIndex
 from mlx_stream.storage.packed_manifest import MANIFEST_NAME, is_packed
@@ -54,7 +57,9 @@ class LoadedModel:
     dtype: mx.Dtype
     shape: ModelShape
 
-    def traits(self, *, scratch: int, align: int, decode_tokens: int, union_tokens: int) -> Traits:
+    def traits(
+        self, config: StreamConfig, *, scratch: int, align: int, decode_tokens: int
+    ) -> Traits:
         """What planning must know besides the checkpoint."""
         return Traits(
             itemsize=self.dtype.size,
@@ -63,8 +68,23 @@ class LoadedModel:
             align=align,
             combined=self.combined_layers == len(self.streamed),
             decode_tokens=decode_tokens,
-            union_tokens=union_tokens,
+            union_tokens=config.union_tokens,
+            group=_group_size(self.index, config, align),
         )
+
+
+def _group_size(index: ExpertIndex, config: StreamConfig, align: int) -> GroupSize | None:
+    """By the saved profile, if there is one that can be read: no prompt depends on it."""
+    try:
+        profile = load_default()
+    except ProfileError as error:
+        log.warning("read groups have the default size. %s", error)
+        profile = None
+    if profile is not None and config.throttle is not None:
+        profile = profile.with_reads_at_most(parse_throttle(config.throttle)[0])
+    return wanted_group(
+        index, profile, asked=config.group_size, align=align, depth=config.reader_threads
+    )
 
 
 def load_streamed_model(
@@ -84,7 +104,7 @@ def load_streamed_model(
     """
     path = index.checkpoint.path
     extra = packed_arguments(index.checkpoint, trust_remote_code)
-    model, config = _load_lazy(path, trust_remote_code, **extra)
+    model, config = load_lazy(path, trust_remote_code, **extra)
     slot = ExecutorSlot()
     streamed = install_streamed_experts(model, index, slot)
     _cast(model, backend.compute_dtype)
@@ -117,7 +137,7 @@ def load_draft_model(
         ReadError: a weight cannot be read.
     """
     _check_not_packed(path)
-    model, config = _load_lazy(path, trust_remote_code)
+    model, config = load_lazy(path, trust_remote_code)
     own = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     if own != vocab:
         raise UnsupportedModelError(
@@ -147,53 +167,6 @@ def _check_not_packed(path: Path) -> None:
             actual=MANIFEST_NAME,
             remedy="pass the folder that it was packed from",
         )
-
-
-def _load_lazy(
-    path: Path, trust_remote_code: bool, **extra: Any
-) -> tuple[nn.Module, dict[str, Any]]:
-    try:
-        model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code, **extra)
-    except ValueError as error:
-        text = str(error)
-        if text.startswith(("Missing", "Received")):
-            raise MissingTensorError(
-                "the checkpoint's tensors are not those of the model",
-                file=path,
-                expected="the tensors that mlx_lm's model definition names",
-                actual=" ".join(text.split())[:300],
-                remedy="download the checkpoint again, or convert it with mlx_lm.convert",
-            ) from error
-        raise UnsupportedModelError(
-            "mlx_lm cannot build this model",
-            file=path / "config.json",
-            actual=text.splitlines()[0][:300] if text else type(error).__name__,
-            remedy="check model_type; --trust-remote-code runs a repository's own model code",
-        ) from error
-    except (KeyError, TypeError, AttributeError, AssertionError, ArithmeticError) as error:
-        key = error.args[0] if isinstance(error, KeyError) and error.args else None
-        if isinstance(key, str) and key.endswith((".weight", ".scales", ".biases")):
-            raise MissingTensorError(
-                "a tensor that the model needs is in no file of the checkpoint",
-                file=path,
-                tensor=key,
-                expected="in a shard, next to its scales",
-                actual="missing",
-                remedy="download the checkpoint again, or convert it with mlx_lm.convert",
-            ) from error
-        raise UnsupportedModelError(
-            "config.json does not describe a model that mlx_lm can build",
-            file=path / "config.json",
-            actual=f"{type(error).__name__}: {error}",
-            remedy="download config.json again",
-        ) from error
-    # Modules draw their initial weights lazily, each from the state that the one before left: until
-    # that state is evaluated the chain stays in memory (0.2 MB a load of the demo model).
-    try:
-        mx.eval(mx.random.state)
-    except RuntimeError:  # a compiled sampler that failed leaves a state without a value
-        mx.random.seed(time.time_ns())
-    return model, config
 
 
 def _read_resident(model: nn.Module, path: Path) -> None:

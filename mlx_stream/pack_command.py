@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich.console import Console
@@ -19,9 +19,15 @@ from rich.progress import (
 )
 
 from mlx_stream.config import IO_MODES, format_bytes
-from mlx_stream.errors import DamagedRecordError, PackError
+from mlx_stream.errors import DamagedRecordError, PackError, UnstackedExpertsError
 from mlx_stream.hub import resolve_model
 from mlx_stream.storage.expert_index import ExpertIndex
+from mlx_stream.storage.quant_spec import MODES
+
+if TYPE_CHECKING:
+    from mlx_stream.convert.options import Conversion
+    from mlx_stream.packed.pack import PackReport
+    from mlx_stream.packed.source import PackSource
 
 SHOWN_DAMAGE = 20
 
@@ -32,6 +38,12 @@ Examples:
   mlx_stream pack mlx-community/Qwen3-30B-A3B-4bit -o ./packed --verify
   mlx_stream trace ./checkpoint -o trace.npz
   mlx_stream pack ./checkpoint -o ./packed --order trace.npz
+  mlx_stream pack Qwen/Qwen3-30B-A3B -o ./packed --bits 4
+  mlx_stream pack ./checkpoint -o ./packed --rest-bits 4 --expert-bits 3 --refine
+
+A checkpoint in the Hugging Face layout is rewritten as mlx-lm does it, a few experts at a time.
+--bits quantizes all linear layers and embeddings as mlx_lm.convert does; --expert-bits and
+--rest-bits set the routed experts and everything else apart. What is not named stays as it is.
 
 Run it again after an interruption: finished files are kept.
 """
@@ -97,17 +109,43 @@ def byte_bar() -> Iterator[Callable[[int, int, str], None]]:
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="A routing trace: experts that are used often and together lie side by side.",
 )
+@click.option("--bits", type=int, help="Quantize everything to so many bits.")
+@click.option("--expert-bits", type=int, help="Bits of the routed experts.")
+@click.option("--rest-bits", type=int, help="Bits of all other weights.")
+@click.option(
+    "--mode",
+    type=click.Choice(MODES),
+    help="Quantization of everything that gets new bits.  [default: affine]",
+)
+@click.option("--group-size", type=int, help="Weights of one scale.  [default: the mode's]")
+@click.option("--refine", is_flag=True, help="Fit scales and zeros to the weights (affine only).")
 @click.option("--verify", is_flag=True, help="Read everything again at the end.")
 @click.option("--force", is_flag=True, help="Replace another packing in the folder.")
 @_IO
-def pack(model: str, output: Path, order: Path | None, verify: bool, force: bool, io: Any) -> None:
+def pack(
+    model: str,
+    output: Path,
+    order: Path | None,
+    bits: int | None,
+    expert_bits: int | None,
+    rest_bits: int | None,
+    mode: str | None,
+    group_size: int | None,
+    refine: bool,
+    verify: bool,
+    force: bool,
+    io: Any,
+) -> None:
     """Write a checkpoint in the packed layout: one record, and one read, for each expert."""
+    from mlx_stream.convert.options import conversion_of
     from mlx_stream.packed.pack import PackOptions
     from mlx_stream.packed.pack import pack as run
 
+    conversion = conversion_of(mode, bits, expert_bits, rest_bits, group_size, refine)
     source = resolve_model(model)
-    orders = None if order is None else _orders(source, order)
-    options = PackOptions(orders=orders, verify=verify, force=force, io=io)
+    opener = _opener(source, conversion)
+    orders = None if order is None else _orders(opener(source).index, order)
+    options = PackOptions(orders=orders, verify=verify, force=force, io=io, open=opener)
     with byte_bar() as progress:
         report = run(source, output, options, progress)
     if report.already:
@@ -122,6 +160,47 @@ def pack(model: str, output: Path, order: Path | None, verify: bool, force: bool
         + (f", {format_bytes(report.kept_nbytes)} were there" if report.kept_nbytes else "")
         + (", verified" if verify else "")
     )
+    if report.errors:
+        _show_errors(report, output)
+
+
+def _opener(source: Path, conversion: Conversion) -> Callable[[Path], PackSource]:
+    """How the source must be opened: as it is, or to be converted."""
+    from mlx_stream.packed.source import open_plain
+
+    if not conversion.specs:
+        with suppress(UnstackedExpertsError):
+            open_plain(source)
+            return open_plain
+    from mlx_stream.convert.source import open_converted
+
+    return lambda path: open_converted(path, conversion)
+
+
+def _reopen(path: Path, found: Mapping[str, Any]) -> PackSource:
+    """A source as a manifest says that it was converted."""
+    from mlx_stream.convert.options import Conversion
+    from mlx_stream.convert.source import open_converted
+
+    return open_converted(path, Conversion.from_json(found))
+
+
+def _show_errors(report: PackReport, output: Path) -> None:
+    """Relative errors by kind of weight: all of them are in the manifest."""
+    from mlx_stream.packed.source import TensorError
+    from mlx_stream.storage.packed_manifest import MANIFEST_NAME
+
+    kinds: dict[str, list[TensorError]] = {}
+    for name, error in report.errors.items():
+        kind = ".".join(p for p in name.split(".")[:-1] if not p.isdigit())
+        kinds.setdefault(kind, []).append(error)
+    width = max(len(kind) for kind in kinds)
+    click.echo(f"{'quantized':<{width}}  weights  relative error (worst)")
+    for kind, errors in sorted(kinds.items()):
+        total = sum(errors, TensorError(0.0, 0.0)).relative
+        worst = max(e.relative for e in errors)
+        click.echo(f"{kind:<{width}}  {len(errors):>7}  {total:.4f} ({worst:.4f})")
+    click.echo(f"of each weight: {output / MANIFEST_NAME}")
 
 
 @click.command(epilog=VERIFY_EXAMPLES)
@@ -160,7 +239,7 @@ def repair(folder: Path, source: str, io: Any) -> None:
     from mlx_stream.packed.repair import repair as run
 
     with byte_bar() as progress:
-        report = run(folder, resolve_model(source), io=io, progress=progress)
+        report = run(folder, resolve_model(source), io=io, progress=progress, open_source=_reopen)
     for file, parts in report.repaired:
         for part in parts:
             click.echo(f"{file}: {part}: written anew")
@@ -168,15 +247,12 @@ def repair(folder: Path, source: str, io: Any) -> None:
     click.echo(f"{folder}: sound, {done}")
 
 
-def _orders(source: Path, trace_file: Path) -> dict[str, list[int]]:
+def _orders(index: ExpertIndex, trace_file: Path) -> dict[str, list[int]]:
     """By layer name, the order that a trace suggests. Raises TraceError, PackError."""
     from mlx_stream.decode.routing_trace import RoutingTrace
     from mlx_stream.packed.order import used_first
-    from mlx_stream.storage.checkpoint import open_checkpoint
-    from mlx_stream.storage.expert_index import build_expert_index
 
     trace = RoutingTrace.load(trace_file)
-    index = build_expert_index(open_checkpoint(source))
     orders: dict[str, list[int]] = {}
     for number, experts, prompt, decoded in zip(
         trace.layers, trace.num_experts, trace.prompt, trace.decode, strict=True

@@ -26,6 +26,7 @@ SIBLINGS = EXPERTS
 PLANNER = {"errors", "config", "whole_files", "storage", "hub", "prefill.schedule", "kv.options"}
 KV = SIBLINGS | {"prefill.cache_views", "prefill.hooks", "prefill.schedule"}
 RUNTIME = EXPERTS | {"prefill", "decode", "kv", "planner", "loader", "hub", "prompts", "resume"}
+RUNTIME |= {"prerouter"}
 FLAGS = {"click_options", "sampling", "decode_flags", "kv_flags", "keep_flags"}
 COMMANDS = {
     "bench",
@@ -55,19 +56,23 @@ ALLOWED = {
     "backends": STORAGE,
     "experts": BACKENDS,
     "prefill": SIBLINGS,
-    "decode": SIBLINGS,
+    "prerouter": EXPERTS,
+    "decode": SIBLINGS | {"prerouter"},
     "kv": KV,
     "planner": PLANNER,
     "packed": STORAGE,
+    "convert": EXPERTS | {"packed", "packed_model", "lazy_model"},
+    "lazy_model": BOTTOM,
     "packed_model": EXPERTS,
-    "loader": EXPERTS | {"planner", "packed_model"},
+    "loader": EXPERTS | {"planner", "packed_model", "lazy_model"},
     "allotment": RUNTIME,
     "decoding": RUNTIME | {"allotment"},
     "resume": KV | {"prefill", "kv"},
     "run_hooks": RUNTIME,
     "plan_runner": RUNTIME | {"run_hooks"},
     "drafting": RUNTIME,
-    "engine": RUNTIME | {"allotment", "decoding", "drafting", "plan_runner"},
+    "prerouting": RUNTIME,
+    "engine": RUNTIME | {"allotment", "decoding", "drafting", "plan_runner", "prerouting"},
     "prompt_caches": RUNTIME | {"engine", "run_hooks"},
     "conversation": RUNTIME | {"engine", "prompt_caches"},
     "runtime": RUNTIME | {"engine", "prompt_caches", "conversation"},
@@ -85,7 +90,7 @@ ALLOWED = {
     "cache_prompt": TOP | {"continuation"},
     "doctor": TOP,
     "trace_command": TOP,
-    "pack_command": TOP | {"packed"},
+    "pack_command": TOP | {"packed", "convert"},
     "probe_arms": BASE | {"planner"},
     "block_probe": EXPERTS | {"planner", "probe_arms"},
     "compute_probe": EXPERTS | {"planner", "probe_arms", "block_probe"},

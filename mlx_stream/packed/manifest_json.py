@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_stream.packed.digests import digest_bytes
 from mlx_stream.packed.layout import FileLayout, PackPlan
+from mlx_stream.packed.source import TensorError
 from mlx_stream.storage.checkpoint import Checkpoint
 from mlx_stream.storage.packed_manifest import (
     CHECKSUM,
@@ -38,13 +39,16 @@ def source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
     return tuple(found)
 
 
-def plan_id(plan: PackPlan, sources: Sequence[SourceFile]) -> str:
-    """The same for the same source, order and layout; ties a journal to its packing."""
+def plan_id(
+    plan: PackPlan, sources: Sequence[SourceFile], conversion: Mapping[str, Any] | None = None
+) -> str:
+    """The same for the same source, order, layout and conversion; ties a journal to its packing."""
     parts = {
         "version": VERSION,
         "sources": [asdict(s) for s in sources],
         "records": [asdict(r) for r in plan.records],
         "files": [[f.name, f.nbytes] for f in plan.files],
+        "conversion": asked(conversion),
     }
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -55,11 +59,25 @@ def make_manifest(
     plan: PackPlan,
     digests: Digests,
     others: Sequence[PackedFile],
+    conversion: dict[str, Any] | None = None,
 ) -> PackedManifest:
     """The manifest of a finished packing."""
     files = tuple(_packed_file(layout, digests[layout.name]) for layout in plan.files)
     records = with_digests(plan, digests)
-    return PackedManifest(str(source), tuple(sources), files, tuple(others), records)
+    return PackedManifest(str(source), tuple(sources), files, tuple(others), records, conversion)
+
+
+def asked(conversion: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The part of a conversion that was asked for, without what came of it."""
+    if conversion is None:
+        return None
+    return {key: value for key, value in conversion.items() if key != "relative_errors"}
+
+
+def requantized(conversion: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What was asked for if weights were quantized; None if they have their values still."""
+    found = asked(conversion)
+    return found if found and (found.get("experts") or found.get("rest")) else None
 
 
 def _packed_file(layout: FileLayout, digests: Sequence[int]) -> PackedFile:
@@ -128,6 +146,8 @@ def manifest_json(manifest: PackedManifest) -> bytes:
         ],
         "layers": [_layer_json(r) for r in manifest.layers],
     }
+    if manifest.conversion is not None:
+        value["conversion"] = manifest.conversion
     return json.dumps(value, indent=1).encode()
 
 
@@ -145,20 +165,28 @@ def _layer_json(r: RecordLayout) -> dict[str, Any]:
     }
 
 
-def journal_json(identity: str, digests: Digests) -> bytes:
-    """``packing.json``: which files are finished, and what their parts hash to."""
+Errors = Mapping[str, Mapping[str, TensorError]]  # by file, by weight
+
+
+def journal_json(identity: str, digests: Digests, errors: Errors) -> bytes:
+    """``packing.json``: which files are finished, what their parts hash to, and the errors of the
+    weights that were quantized."""
     finished = {name: [hex64(d) for d in found] for name, found in digests.items()}
-    return json.dumps({"plan": identity, "finished": finished}).encode()
+    return json.dumps({"plan": identity, "finished": finished, "errors": errors}).encode()
 
 
-def parse_journal(raw: bytes) -> tuple[str, dict[str, list[int]]]:
-    """``(plan id, digests by file)``; empty for a journal that cannot be used."""
+def parse_journal(raw: bytes) -> tuple[str, dict[str, list[int]], dict[str, dict]]:
+    """``(plan id, digests by file, errors by file)``; empty for a journal that cannot be used."""
     try:
         found = json.loads(raw)
         finished = {str(n): [int(d, 16) for d in ds] for n, ds in found["finished"].items()}
-        return str(found["plan"]), finished
+        errors = {
+            str(file): {str(n): TensorError(float(a), float(b)) for n, (a, b) in by_name.items()}
+            for file, by_name in found.get("errors", {}).items()
+        }
+        return str(found["plan"]), finished, errors
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "", {}
+        return "", {}, {}
 
 
 def hex64(digest: int) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mlx_stream import interrupts
 from mlx_stream.errors import PackError
@@ -26,11 +27,10 @@ from mlx_stream.packed.manifest_json import (
     source_files,
 )
 from mlx_stream.packed.output_file import OutputFile, write_whole
-from mlx_stream.packed.pieces import PIECE_NBYTES, PieceSource
+from mlx_stream.packed.pieces import PIECE_NBYTES
 from mlx_stream.packed.side_files import copy_side_files, side_files
-from mlx_stream.packed.target_folder import prepare_target
-from mlx_stream.storage.checkpoint import open_checkpoint
-from mlx_stream.storage.expert_index import ExpertIndex, build_expert_index
+from mlx_stream.packed.source import PackSource, PieceMaker, SideFile, TensorError, open_plain
+from mlx_stream.packed.target_folder import Found, prepare_target
 from mlx_stream.storage.open_modes import IoChoice
 from mlx_stream.storage.packed_manifest import (
     JOURNAL_NAME,
@@ -38,7 +38,6 @@ from mlx_stream.storage.packed_manifest import (
     PackedManifest,
     SourceFile,
 )
-from mlx_stream.storage.reader import Reader
 
 SPARE_NBYTES = 64 << 20  # free space that stays free
 Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is being done
@@ -52,6 +51,7 @@ class PackOptions:
         orders: by layer name, its experts in file order.
         verify: read everything again at the end.
         force: replace a folder that holds another packing.
+        open: how the source is opened; another way converts its weights.
     """
 
     orders: Mapping[str, Sequence[int]] | None = None
@@ -61,17 +61,22 @@ class PackOptions:
     threads: int = 4
     shard_nbytes: int = SHARD_NBYTES
     piece_nbytes: int = PIECE_NBYTES
+    open: Callable[[Path], PackSource] = open_plain
 
 
 @dataclass(frozen=True)
 class PackReport:
-    """What was done. `kept_nbytes` were there from an earlier run."""
+    """What was done. `kept_nbytes` were there from an earlier run.
+
+    `errors` are those of the weights that were quantized, by name.
+    """
 
     manifest: PackedManifest
     nbytes: int
     kept_nbytes: int
     seconds: float
     already: bool = False
+    errors: Mapping[str, TensorError] = field(default_factory=dict)
 
 
 def nothing(done: int, total: int, what: str) -> None:
@@ -90,22 +95,25 @@ def pack(
         DamagedRecordError: `verify` found other bytes than were written.
     """
     started = time.perf_counter()
-    index = build_expert_index(open_checkpoint(source))
-    plan = plan_pack(index, options.orders or {}, shard_nbytes=options.shard_nbytes)
-    sources = source_files(index.checkpoint)
-    target = _make_folder(index, target)
+    opened = options.open(source)
+    plan = plan_pack(opened.index, options.orders or {}, shard_nbytes=options.shard_nbytes)
+    sources = source_files(opened.checkpoint)
+    target = _make_folder(opened.checkpoint.path, target)
     with interrupts.deferred(), folder_lock(target):
-        identity = plan_id(plan, sources)
-        found = prepare_target(target, identity, plan, sources, force=options.force)
+        identity = plan_id(plan, sources, opened.conversion)
+        found = prepare_target(
+            target, identity, plan, sources, opened.conversion, force=options.force
+        )
         if found.done is not None:
             seconds = time.perf_counter() - started
             return PackReport(found.done, plan.nbytes, plan.nbytes, seconds, already=True)
-        packing = _Packing(index, plan, sources, target, options, progress)
-        manifest, kept = packing.run(identity, found.digests)
-    return PackReport(manifest, plan.nbytes, kept, time.perf_counter() - started)
+        packing = _Packing(opened, plan, sources, target, options, progress)
+        manifest, kept = packing.run(identity, found)
+    seconds = time.perf_counter() - started
+    return PackReport(manifest, plan.nbytes, kept, seconds, errors=packing.errors)
 
 
-def _make_folder(index: ExpertIndex, target: Path) -> Path:
+def _make_folder(source: Path, target: Path) -> Path:
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -116,7 +124,7 @@ def _make_folder(index: ExpertIndex, target: Path) -> Path:
             actual=error.strerror or str(error),
             remedy="choose another folder for -o",
         ) from error
-    if target.resolve() == index.checkpoint.path.resolve():
+    if target.resolve() == source.resolve():
         raise PackError(
             "source and target are the same folder",
             file=target,
@@ -131,45 +139,64 @@ class _Packing:
 
     def __init__(
         self,
-        index: ExpertIndex,
+        source: PackSource,
         plan: PackPlan,
         sources: tuple[SourceFile, ...],
         target: Path,
         options: PackOptions,
         progress: Progress,
     ) -> None:
-        self._index, self._plan, self._sources = index, plan, sources
+        self._source, self._plan, self._sources = source, plan, sources
         self._target, self._options, self._progress = target, options, progress
         self._id = ""
         self._digests: dict[str, list[int]] = {}
+        self._errors: dict[str, dict[str, TensorError]] = {}  # by file, by weight
         self._done = 0
         self._total = plan.nbytes * (2 if options.verify else 1)
 
-    def run(self, identity: str, finished: Mapping[str, list[int]]) -> tuple[PackedManifest, int]:
+    @property
+    def errors(self) -> dict[str, TensorError]:
+        """Of all weights that were quantized, by name."""
+        return {name: e for found in self._errors.values() for name, e in found.items()}
+
+    def run(self, identity: str, found: Found) -> tuple[PackedManifest, int]:
         """Write what is missing. Returns the manifest and the bytes that were there."""
         self._id = identity
-        kept = self._keep_finished(finished)
+        kept = self._keep_finished(found)
         self._require_room(kept)
         self._write_journal()
         options = self._options
-        with Reader(self._index.checkpoint, io=options.io, threads=options.threads) as reader:
-            pieces = PieceSource(reader, piece_nbytes=options.piece_nbytes)
+        origin = self._source.checkpoint.path
+        with self._source.pieces(
+            io=options.io, threads=options.threads, piece_nbytes=options.piece_nbytes
+        ) as pieces:
             for layout in self._plan.files:
                 if layout.name not in self._digests:
                     self._digests[layout.name] = self._write(layout, pieces)
+                    self._errors[layout.name] = dict(pieces.take_errors())
                     self._write_journal()
-            others = copy_side_files(self._index.checkpoint.path, self._target)
-            reader.check_unchanged()
+            others = copy_side_files(self._sides(), self._target)
         if options.verify:
             self._verify(self._plan.files)
         manifest = make_manifest(
-            self._index.checkpoint.path.resolve(), self._sources, self._plan, self._digests, others
+            origin.resolve(), self._sources, self._plan, self._digests, others, self._conversion()
         )
         write_whole(self._target / MANIFEST_NAME, manifest_json(manifest))
         (self._target / JOURNAL_NAME).unlink(missing_ok=True)
         return manifest, kept
 
-    def _write(self, layout: FileLayout, pieces: PieceSource) -> list[int]:
+    def _sides(self) -> list[SideFile]:
+        return self._source.side_files(side_files(self._source.checkpoint.path))
+
+    def _conversion(self) -> dict[str, Any] | None:
+        """For the manifest: what was asked for, and what it changed in each weight."""
+        asked = self._source.conversion
+        if asked is None:
+            return None
+        errors = {name: round(e.relative, 6) for name, e in self.errors.items()}
+        return {**asked, "relative_errors": errors}
+
+    def _write(self, layout: FileLayout, pieces: PieceMaker) -> list[int]:
         digester = Digester(layout)
         path = self._target / layout.name
         with OutputFile(path, layout.nbytes, io=self._options.io) as output:
@@ -181,14 +208,15 @@ class _Packing:
             output.commit()
         return digester.finish()
 
-    def _keep_finished(self, finished: Mapping[str, list[int]]) -> int:
+    def _keep_finished(self, found: Found) -> int:
         """Take over the files that are as the journal says. Returns their bytes."""
         layouts = {f.name: f for f in self._plan.files}
         kept = 0
-        for name, digests in finished.items():
+        for name, digests in found.digests.items():
             layout = layouts[name]
             if self._sound(layout, digests):
                 self._digests[name] = digests
+                self._errors[name] = found.errors.get(name, {})
                 kept += layout.nbytes
                 self._report(layout.nbytes, f"{name} is there")
         return kept
@@ -217,7 +245,7 @@ class _Packing:
                 result.require_sound(paths[number])
 
     def _require_room(self, kept: int) -> None:
-        sides = sum(f.stat().st_size for f in side_files(self._index.checkpoint.path))
+        sides = sum(f.nbytes for f in self._sides())
         needed = self._plan.nbytes - kept + sides + SPARE_NBYTES
         free = shutil.disk_usage(self._target).free
         if needed > free:
@@ -230,7 +258,8 @@ class _Packing:
             )
 
     def _write_journal(self) -> None:
-        write_whole(self._target / JOURNAL_NAME, journal_json(self._id, self._digests))
+        journal = journal_json(self._id, self._digests, self._errors)
+        write_whole(self._target / JOURNAL_NAME, journal)
 
     def _report(self, nbytes: int, what: str) -> None:
         self._done += nbytes

@@ -10,6 +10,7 @@ from pathlib import Path
 from mlx_stream.errors import PackError
 from mlx_stream.packed.digests import digest_bytes
 from mlx_stream.packed.output_file import write_whole
+from mlx_stream.packed.source import SideFile
 from mlx_stream.storage.checkpoint import INDEX_NAME
 from mlx_stream.storage.packed_manifest import JOURNAL_NAME, MANIFEST_NAME, PackedFile
 
@@ -49,15 +50,25 @@ def side_files(folder: Path) -> list[Path]:
     return found
 
 
-def copy_side_files(source: Path, target: Path) -> Sequence[PackedFile]:
-    """Copy them; each is replaced whole. Raises PackError."""
-    return [copy_side_file(path, target) for path in side_files(source)]
+def copy_side_files(files: Sequence[SideFile], target: Path) -> list[PackedFile]:
+    """Write them; each is replaced whole. Raises PackError."""
+    return [copy_side_file(file, target) for file in files]
 
 
-def copy_side_file(path: Path, target: Path) -> PackedFile:
-    """Copy one. Raises PackError."""
+def copy_side_file(file: SideFile, target: Path) -> PackedFile:
+    """Write one. Raises PackError."""
+    data = side_bytes(file)
+    write_whole(target / file.name, data)
+    return PackedFile(file.name, len(data), digest_bytes(data))
+
+
+def side_bytes(file: SideFile) -> bytes:
+    """What a file holds, or is to hold. Raises PackError if it cannot be read."""
+    path = file.path
+    if path is None:
+        return file.data
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise PackError(
             "a file beside the weights cannot be read",
@@ -65,5 +76,3 @@ def copy_side_file(path: Path, target: Path) -> PackedFile:
             actual=error.strerror or str(error),
             remedy="check its permissions, or move it out of the folder",
         ) from error
-    write_whole(target / path.name, data)
-    return PackedFile(path.name, len(data), digest_bytes(data))

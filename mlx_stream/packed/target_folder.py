@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mlx_stream.errors import CheckpointError, PackError
 from mlx_stream.packed.folder_lock import LOCK_NAME
 from mlx_stream.packed.layout import PackPlan
-from mlx_stream.packed.manifest_json import parse_journal
+from mlx_stream.packed.manifest_json import asked, parse_journal
 from mlx_stream.packed.output_file import TEMPORARY
+from mlx_stream.packed.source import TensorError
 from mlx_stream.storage.packed_manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
+    MAX_MANIFEST_NBYTES,
     PackedManifest,
     SourceFile,
     is_packed,
@@ -29,14 +32,22 @@ class Found:
     Attributes:
         done: the manifest, if this very packing is there already.
         digests: by file, of those that the journal calls finished; to be checked.
+        errors: by file, what quantizing its weights changed.
     """
 
     done: PackedManifest | None = None
     digests: dict[str, list[int]] = field(default_factory=dict)
+    errors: dict[str, dict[str, TensorError]] = field(default_factory=dict)
 
 
 def prepare_target(
-    target: Path, identity: str, plan: PackPlan, sources: Sequence[SourceFile], *, force: bool
+    target: Path,
+    identity: str,
+    plan: PackPlan,
+    sources: Sequence[SourceFile],
+    conversion: Mapping[str, Any] | None = None,
+    *,
+    force: bool,
 ) -> Found:
     """Look at the folder; what another packing left is removed with `force`. The lock is held.
 
@@ -46,14 +57,27 @@ def prepare_target(
     Raises:
         PackError: the folder holds other things; with `force` only if they are no packing.
     """
+    with _told(target):
+        return _prepare(target, identity, plan, sources, conversion, force=force)
+
+
+def _prepare(
+    target: Path,
+    identity: str,
+    plan: PackPlan,
+    sources: Sequence[SourceFile],
+    conversion: Mapping[str, Any] | None,
+    *,
+    force: bool,
+) -> Found:
     journal = target / JOURNAL_NAME
-    raw = journal.read_bytes() if journal.is_file() else b""
-    known, digests = parse_journal(raw)
+    raw = _read_journal(journal)
+    known, digests, errors = parse_journal(raw)
     for stale in target.glob(f".*{TEMPORARY}"):
         stale.unlink(missing_ok=True)
     if is_packed(target):
         manifest = _read_or_none(target)
-        if not force and manifest is not None and _same(manifest, plan, sources):
+        if not force and manifest is not None and _same(manifest, plan, sources, conversion):
             journal.unlink(missing_ok=True)
             return Found(done=manifest)
         _refuse_unless(force, "another packing", target / MANIFEST_NAME)
@@ -65,14 +89,46 @@ def prepare_target(
         _refuse_foreign(target)
     names = {f.name for f in plan.files}
     same = known == identity and journal.is_file()
-    return Found(digests={n: d for n, d in digests.items() if n in names} if same else {})
+    if not same:
+        return Found()
+    return Found(None, {n: d for n, d in digests.items() if n in names}, errors)
 
 
-def _same(found: PackedManifest, plan: PackPlan, sources: Sequence[SourceFile]) -> bool:
+def _read_journal(path: Path) -> bytes:
+    """Its bytes; one that is no regular file is nobody's, one that is too large is another's."""
+    if path.is_symlink() or not path.is_file():
+        return b""
+    with open(path, "rb") as file:
+        raw = file.read(MAX_MANIFEST_NBYTES + 1)
+    return raw if len(raw) <= MAX_MANIFEST_NBYTES else b"{}"
+
+
+@contextlib.contextmanager
+def _told(target: Path) -> Iterator[None]:
+    """OSErrors become PackErrors that say what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise PackError(
+            "the folder cannot be prepared",
+            file=error.filename or target,
+            expected="a folder whose files can be read and removed",
+            actual=error.strerror or str(error),
+            remedy="check its permissions and the disk, or choose another folder for -o",
+        ) from error
+
+
+def _same(
+    found: PackedManifest,
+    plan: PackPlan,
+    sources: Sequence[SourceFile],
+    conversion: Mapping[str, Any] | None,
+) -> bool:
     theirs = [(r.layer, r.order, r.file) for r in found.layers]
     sizes = {f.name: f.size for f in found.files}
     return (
         found.sources == tuple(sources)
+        and asked(found.conversion) == asked(conversion)
         and theirs == [(r.layer, r.order, r.file) for r in plan.records]
         and sizes == {f.name: f.nbytes for f in plan.files}
     )

@@ -7,6 +7,7 @@ with another checkpoint, tensor by tensor.
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,17 +18,23 @@ from mlx_stream.packed.checking import FileCheck, check_file, open_files
 from mlx_stream.packed.digests import digest_bytes, digest_pieces
 from mlx_stream.packed.hub_hashes import file_hash, recorded_hash
 from mlx_stream.packed.layout import FileLayout, Part, Span, expert_file
-from mlx_stream.packed.manifest_json import part_digests
+from mlx_stream.packed.manifest_json import part_digests, requantized
 from mlx_stream.packed.pieces import PieceSource
+from mlx_stream.packed.side_files import MAX_NBYTES
 from mlx_stream.storage.checkpoint import Checkpoint, open_checkpoint
 from mlx_stream.storage.expert_index import build_expert_index
 from mlx_stream.storage.open_modes import IoChoice
 from mlx_stream.storage.packed_files import expert_path
 from mlx_stream.storage.packed_manifest import PackedFile, PackedManifest, is_packed, read_manifest
 from mlx_stream.storage.reader import Reader
-from mlx_stream.storage.safetensors_header import parse_header
+from mlx_stream.storage.safetensors_header import (
+    LENGTH_NBYTES,
+    MAX_HEADER_NBYTES,
+    parse_header,
+)
 
 Progress = Callable[[int, int, str], None]
+REMEDY = "mlx_stream repair FOLDER --source CHECKPOINT; then check the disk"
 
 
 @dataclass(frozen=True)
@@ -141,16 +148,32 @@ def check_packed_file(
 ) -> FileCheck:
     """All parts of a file. Raises MlxStreamError if it is not there, cut, or its header damaged."""
     path = expert_path(folder, file.name)
-    if path.stat().st_size != file.size:
+    try:
+        size = path.stat().st_size
+        _require_size(path, file.size, size)
+        layout = layout_of(path, manifest, file)
+    except OSError as error:
+        raise PackError(
+            "The file cannot be read.",
+            file=path,
+            expected="a readable file",
+            actual=error.strerror or str(error),
+            remedy=REMEDY,
+        ) from error
+    _require_size(path, layout.nbytes, size)
+    with open_files(folder, [path], io) as pieces:
+        return check_file(layout, part_digests(manifest, layout), pieces, 0, progress)
+
+
+def _require_size(path: Path, expected: int, found: int) -> None:
+    if found != expected:
         raise PackError(
             "The file has another size.",
             file=path,
-            expected=f"{file.size} bytes",
-            actual=f"{path.stat().st_size} bytes, not {file.size}",
+            expected=f"{expected} bytes",
+            actual=f"{found} bytes, not {expected}",
+            remedy=REMEDY,
         )
-    layout = layout_of(path, manifest, file)
-    with open_files(folder, [path], io) as pieces:
-        return check_file(layout, part_digests(manifest, layout), pieces, 0, progress)
 
 
 def layout_of(path: Path, manifest: PackedManifest, file: PackedFile) -> FileLayout:
@@ -158,9 +181,15 @@ def layout_of(path: Path, manifest: PackedManifest, file: PackedFile) -> FileLay
     if not file.tensors:
         return expert_file(file.name, [r for r in manifest.layers if r.file == file.name])
     with open(path, "rb") as f:
-        header = f.read(file.header_nbytes)
+        header = f.read(min(file.header_nbytes, MAX_HEADER_NBYTES + LENGTH_NBYTES))
     if digest_bytes(header) != file.digest:
-        raise PackError("The header is damaged.", file=path, actual="other bytes than were packed")
+        raise PackError(
+            "The header is damaged.",
+            file=path,
+            expected="the bytes that were packed",
+            actual="other bytes than were packed",
+            remedy=REMEDY,
+        )
     return _tensor_layout(file.name, header, file.size, path)
 
 
@@ -171,15 +200,19 @@ def _tensor_layout(name: str, header: bytes, size: int, path: Path) -> FileLayou
         if t.nbytes:
             spans.append(Span(t.offset, t.nbytes, len(parts), 0, t.offset))
         parts.append(Part(t.name, t.offset, t.offset + t.nbytes))
-    return FileLayout(name, header, size, tuple(parts), tuple(spans))
+    # Its end, not the file's: bytes behind the last tensor would be in no checksum.
+    return FileLayout(name, header, parts[-1].end, tuple(parts), tuple(spans))
 
 
 def verify_other(path: Path, file: PackedFile) -> list[Damage]:
     """One file beside the weights."""
     try:
-        sound = path.stat().st_size == file.size and digest_bytes(path.read_bytes()) == file.digest
-    except OSError as error:
-        return [Damage(file.name, "file", error.strerror or str(error))]
+        found = path.stat()
+        if file.size > MAX_NBYTES or not stat.S_ISREG(found.st_mode):
+            return [Damage(file.name, "file", f"no regular file of up to {MAX_NBYTES} bytes")]
+        sound = found.st_size == file.size and digest_bytes(path.read_bytes()) == file.digest
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        return [Damage(file.name, "file", getattr(error, "strerror", None) or str(error))]
     return [] if sound else [Damage(file.name, "file", "other bytes than were packed")]
 
 
@@ -214,6 +247,7 @@ def _compare(
     folder: Path, other: Path, io: IoChoice, report: VerifyReport, progress: Progress | None
 ) -> None:
     mine, theirs = open_checkpoint(folder), open_checkpoint(other)
+    _check_comparable(mine, theirs)
     meter = _Meter(mine.tensor_bytes + theirs.tensor_bytes, progress)
     found, wanted = dict(_digests(mine, io, meter)), dict(_digests(theirs, io, meter))
     for name in sorted(found.keys() | wanted.keys()):
@@ -222,6 +256,20 @@ def _compare(
             file = mine.files[mine.tensors[name].file].path.name if name in found else folder.name
             report.damage.append(Damage(file, name, f"{problem} (compared with {other})"))
     report.checked.append(f"every tensor against {other}")
+
+
+def _check_comparable(mine: Checkpoint, theirs: Checkpoint) -> None:
+    """Raises PackError for converted weights and those that they were made of."""
+    made = [None if c.packed is None else requantized(c.packed.conversion) for c in (mine, theirs)]
+    if made[0] != made[1]:
+        raise PackError(
+            "the weights were quantized while they were packed, so none is as in the other",
+            file=mine.path,
+            expected="a folder that was quantized in the same way",
+            actual=str(theirs.path),
+            remedy="without --against the checksums are verified; to compare, pack the source "
+            "once more in the same way",
+        )
 
 
 def _digests(checkpoint: Checkpoint, io: IoChoice, meter: _Meter) -> Iterator[tuple[str, object]]:

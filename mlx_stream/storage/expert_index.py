@@ -18,7 +18,7 @@ from mlx_stream.errors import (
     DenseModelError,
     MissingTensorError,
     TensorFormatError,
-    UnsupportedModelError,
+    UnstackedExpertsError,
 )
 from mlx_stream.storage.checkpoint import Checkpoint, TensorInfo
 from mlx_stream.storage.expert_count import check_config_count, common_count
@@ -36,9 +36,11 @@ PARTS = ("weight", "scales", "biases", "bias", "global_scale")
 _EXPERT_NAME = re.compile(
     rf"(?P<prefix>.+)\.(?P<proj>{'|'.join((*GLU, FUSED, *MLP))})\.(?P<part>{'|'.join(PARTS)})"
 )
-# 'experts.0.w1.weight': one tensor per expert; 'experts.gate_up_proj': stacked, but in an
-# orientation that differs between families. mlx-lm rewrites both when it converts.
-_HF_NAME = re.compile(r"(^|\.)experts\.(\d+\.|(gate_up_proj|down_proj)(_blocks|_scales|_bias)?$)")
+# One tensor per expert, or stacked in a family's own orientation: mlx-lm rewrites both.
+_HF_NAME = re.compile(
+    r"(^|\.)experts\.(\d+\.|(gate_up_proj|down_proj)(_blocks|_scales|_bias)?$)"
+    r"|(^|\.)block_sparse_moe\.input_linear\."
+)
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def build_expert_index(checkpoint: Checkpoint) -> ExpertIndex:
 
     Raises:
         DenseModelError: no stacked expert tensors and no sign of experts.
-        UnsupportedModelError: experts in the Hugging Face layout.
+        UnstackedExpertsError: experts in the Hugging Face layout.
         ExpertCountError: E differs between tensors or from the config.
         MissingTensorError, TensorFormatError, UnsupportedQuantizationError: a broken layer.
     """
@@ -173,16 +175,16 @@ def _expert_groups(tensors: Iterable[TensorInfo]) -> dict[str, dict[Key, TensorI
 
 
 def _fail_no_experts(checkpoint: Checkpoint) -> NoReturn:
-    for t in checkpoint.tensors.values():
-        if _HF_NAME.search(t.name):
-            raise UnsupportedModelError(
-                "The experts are in the Hugging Face layout, not stacked as MLX needs them.",
-                file=checkpoint.files[t.file].path,
-                tensor=t.name,
-                expected="tensors [E, ...] such as '...switch_mlp.gate_proj.weight'",
-                actual="one tensor per expert, or an unconverted expert block",
-                remedy="convert the checkpoint: mlx_lm.convert --hf-path <folder> -q",
-            )
+    t = next((t for t in checkpoint.tensors.values() if _HF_NAME.search(t.name)), None)
+    if t is not None:
+        raise UnstackedExpertsError(
+            "The experts are in the Hugging Face layout, not stacked as MLX needs them.",
+            file=checkpoint.files[t.file].path,
+            tensor=t.name,
+            expected="tensors [E, ...] such as '...switch_mlp.gate_proj.weight'",
+            actual="one tensor per expert, or unconverted blocks",
+            remedy="mlx_stream pack FOLDER -o DIR rewrites it (--bits 4: and quantizes it)",
+        )
     raise DenseModelError(
         "The model has no routed experts, so there is nothing to stream.",
         file=checkpoint.path,

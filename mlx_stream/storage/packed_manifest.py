@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,13 +64,17 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class PackedManifest:
-    """A parsed manifest; `files` are safetensors, `others` all the rest."""
+    """A parsed manifest; `files` are safetensors, `others` all the rest.
+
+    `conversion` says how the weights were changed on the way; None if they were not.
+    """
 
     source: str
     sources: tuple[SourceFile, ...]
     files: tuple[PackedFile, ...]
     others: tuple[PackedFile, ...]
     layers: tuple[RecordLayout, ...]
+    conversion: dict[str, Any] | None = None
 
     @property
     def expert_files(self) -> tuple[PackedFile, ...]:
@@ -121,7 +126,11 @@ def parse_manifest(found: Mapping[str, Any], path: Path) -> PackedManifest:
     if not isinstance(source, dict):
         fail(path, "The manifest names no source.", "an object", source)
     sources = tuple(_source(f, path) for f in _list(source, "files", path, MAX_LAYERS))
-    manifest = PackedManifest(str(source.get("path"))[:4096], sources, files, others, layers)
+    conversion = found.get("conversion")
+    if conversion is not None and not isinstance(conversion, dict):
+        fail(path, "The conversion is malformed.", "an object", type(conversion).__name__)
+    name = str(source.get("path"))[:4096]
+    manifest = PackedManifest(name, sources, files, others, layers, conversion)
     _check_unique(manifest, path)
     return manifest
 
@@ -134,7 +143,7 @@ def _check_unique(manifest: PackedManifest, path: Path) -> None:
     places = [(layer.file, layer.tensor) for layer in manifest.layers]
     for what, values in (("file", names), ("tensor", tensors), ("record tensor", places)):
         if len(set(values)) != len(values):
-            twice = next(v for i, v in enumerate(values) if v in values[:i])
+            twice = next(v for v, count in Counter(values).items() if count > 1)
             fail(path, f"A {what} is named twice.", "unique names", twice)
     if len({layer.layer for layer in manifest.layers}) != len(manifest.layers):
         fail(path, "A layer is named twice.", "unique layers", "twice")

@@ -1,0 +1,1 @@
+"""Conversion on the way into the packed layout: Hugging Face names, fused tensors, other widths."""
