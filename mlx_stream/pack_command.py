@@ -118,7 +118,11 @@ def byte_bar() -> Iterator[Callable[[int, int, str], None]]:
     help="Quantization of everything that gets new bits.  [default: affine]",
 )
 @click.option("--group-size", type=int, help="Weights of one scale.  [default: the mode's]")
-@click.option("--refine", is_flag=True, help="Fit scales and zeros to the weights (affine only).")
+@click.option(
+    "--refine",
+    is_flag=True,
+    help="Fit scales and zeros to the weights where there are 3 bits or fewer.",
+)
 @click.option("--verify", is_flag=True, help="Read everything again at the end.")
 @click.option("--force", is_flag=True, help="Replace another packing in the folder.")
 @_IO

@@ -773,6 +773,19 @@ def export(work: Path, out: Path, shape: Shape) -> None:
     print(json.dumps(metrics))
 
 
+def export_float(work: Path, out: Path, shape: Shape) -> None:
+    """Write the checkpoint before rounding, for what quantizes it in other ways."""
+    import mlx.core as mx
+    from mlx_lm.utils import save_config
+
+    out.mkdir(parents=True, exist_ok=True)
+    weights = mx.load(str(work / "weights.safetensors"))
+    mx.save_safetensors(str(out / "model.safetensors"), weights, {"format": "mlx"})
+    save_config(mlx_config(shape), out / "config.json")
+    for name in ("tokenizer.json", "tokenizer_config.json", "heldout.txt"):
+        shutil.copyfile(work / name, out / name)
+
+
 def model_card(shape: Shape, metrics: dict[str, Any], text: str) -> str:
     """README.md of the checkpoint."""
     s, train, corpus = shape, metrics["train"], metrics["corpus"]
@@ -876,7 +889,11 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "step", nargs="?", choices=("prepare", "train", "export", "all"), default="all"
+        "step",
+        nargs="?",
+        choices=("prepare", "train", "export", "export-float", "all"),
+        default="all",
+        help="export-float: the weights before rounding, after 'train'",
     )
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
     parser.add_argument("--work", type=Path, help="scratch folder (default: OUT with .work added)")
@@ -895,6 +912,8 @@ def main() -> None:
         train(work, shape, recipe, args.resume, args.workers)
     if args.step in ("export", "all"):
         export(work, args.out, shape)
+    if args.step == "export-float":
+        export_float(work, args.out, shape)
 
 
 if __name__ == "__main__":

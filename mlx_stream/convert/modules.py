@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_stream.convert.arrays import TO_FILE, to_bytes
+from mlx_stream.convert.options import refinable
 from mlx_stream.convert.plan import ConversionPlan
 from mlx_stream.convert.quantize import quantize
 from mlx_stream.convert.widths import ModuleWidth
@@ -107,7 +108,7 @@ class ModuleMaker:
                 weight, scales, biases, now.group_size, now.bits, now.mode, dtype=floats
             )
         try:
-            made = quantize(weight, then, refine=self._refine and then.mode == "affine")
+            made = quantize(weight, then, refine=self._refine and refinable(then))
         except PackError as error:
             raise PackError(
                 error.problem,

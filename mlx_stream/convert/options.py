@@ -11,6 +11,7 @@ from mlx_stream.storage.quant_spec import AFFINE_BITS, AFFINE_GROUPS, FIXED_MODE
 
 FIXED = {mode: QuantSpec(mode, bits, group) for (bits, group), mode in FIXED_MODES.items()}
 DEFAULT_GROUP = 64
+REFINED_BITS = 3  # at 4 bits refining was measured to gain nothing: docs/mixed_widths.md
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Conversion:
     Attributes:
         experts: quantization of the routed experts; None leaves them as they are.
         rest: of all other linear and embedding layers; None leaves them as they are.
-        refine: whether scales and biases of affine groups are refined (see quantize.py).
+        refine: whether scales and biases of affine groups are refined (see quantize.py), where
+            there are at most REFINED_BITS bits.
     """
 
     experts: QuantSpec | None = None
@@ -31,12 +33,12 @@ class Conversion:
         for spec in (self.experts, self.rest):
             if spec is not None:
                 _check(spec)
-        if self.refine and "affine" not in {s.mode for s in self.specs}:
+        if self.refine and not any(refinable(s) for s in self.specs):
             raise PackError(
                 "there is nothing to refine",
-                expected="an affine quantization: a scale and a zero for each group",
+                expected=f"an affine quantization to {REFINED_BITS} bits or fewer",
                 actual=", ".join(s.name for s in self.specs) or "no quantization",
-                remedy="add --bits, or leave --refine out",
+                remedy="leave --refine out, or ask for fewer bits",
             )
 
     @property
@@ -59,6 +61,11 @@ class Conversion:
         except (KeyError, TypeError, AttributeError) as error:
             raise _malformed(found) from error
         raise _malformed(found)
+
+
+def refinable(spec: QuantSpec) -> bool:
+    """Whether refining helps: groups with a scale and a zero, and few codes."""
+    return spec.mode == "affine" and spec.bits <= REFINED_BITS
 
 
 def _malformed(found: Mapping[str, Any]) -> PackError:

@@ -23,7 +23,7 @@ ERROR_BLOCK = 1 << 20  # weights whose error is summed at once
 PACKED = 8  # codes that fill `bits` whole bytes
 RANGES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)  # starts: parts of a group's range
 ROUNDS = 8  # of encoding and fitting, from each start
-KEEP = np.float32(3)  # weight of what is lost of a group, beside its squared error
+KEEP = np.float32(2)  # weight of what is lost of a group, beside its squared error
 
 
 @dataclass(frozen=True)

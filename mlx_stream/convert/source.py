@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
@@ -31,6 +32,7 @@ from mlx_stream.storage.open_modes import IoChoice
 from mlx_stream.storage.reader import Reader
 
 CHUNK_NBYTES = 48 << 20  # of the floats of a few experts; quantizing takes a few times as much
+CACHE_NBYTES = 128 << 20  # of freed arrays that MLX keeps; its own limit grows with the machine
 LEFT_OUT = ("hf_quant_config.json",)  # describes the source's packing of weights
 CONFIG_NAME = "config.json"
 
@@ -64,9 +66,14 @@ class ConvertedSource:
         self, *, io: IoChoice, threads: int, piece_nbytes: int = PIECE_NBYTES
     ) -> Iterator[ConvertedPieces]:
         """What makes the files' bytes. The source is checked for changes at the end."""
-        with Reader(self.checkpoint, io=io, threads=threads, verify="off") as reader:
-            yield ConvertedPieces(self, reader, piece_nbytes)
-            reader.check_unchanged()
+        before = mx.set_cache_limit(CACHE_NBYTES)
+        try:
+            with Reader(self.checkpoint, io=io, threads=threads, verify="off") as reader:
+                yield ConvertedPieces(self, reader, piece_nbytes)
+                reader.check_unchanged()
+        finally:
+            mx.set_cache_limit(before)
+            mx.clear_cache()
 
 
 def open_converted(path: Path, options: Conversion) -> ConvertedSource:

@@ -29,7 +29,8 @@ def folder_lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         # Unlinked while it is held: whoever opened it meanwhile sees that it is not the name's.
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that became read-only: a lock file left is no lock
+            path.unlink(missing_ok=True)
         os.close(fd)
 
 
@@ -38,13 +39,7 @@ def _take(path: Path) -> int:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
-            raise PackError(
-                "the folder cannot be locked",
-                file=path,
-                expected="a writable folder",
-                actual=error.strerror,
-                remedy="choose another folder, or change its permissions",
-            ) from error
+            raise _unlockable(path, error) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_named(fd, path):
@@ -62,6 +57,9 @@ def _take(path: Path) -> int:
                 actual=f"process {holder or 'unknown'} holds {path.name}",
                 remedy="wait until it has ended; if it is not yours, choose another folder",
             ) from error
+        except OSError as error:
+            os.close(fd)
+            raise _unlockable(path, error) from error
         except BaseException:
             os.close(fd)
             raise
@@ -70,6 +68,16 @@ def _take(path: Path) -> int:
         "the folder's lock changes all the time",
         file=path,
         remedy="let one process at a time work on the folder",
+    )
+
+
+def _unlockable(path: Path, error: OSError) -> PackError:
+    return PackError(
+        "the folder cannot be locked",
+        file=path,
+        expected="a writable folder, on a disk that has locks",
+        actual=error.strerror or str(error),
+        remedy="choose another folder, or change its permissions",
     )
 
 

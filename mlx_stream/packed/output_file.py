@@ -51,7 +51,7 @@ class OutputFile:
                 os.ftruncate(self._fd, round_up(nbytes, WRITE_ALIGN))
             except BaseException:
                 os.close(self._fd)
-                self._partial.unlink(missing_ok=True)
+                _remove(self._partial)
                 raise
         self._thread = ThreadPoolExecutor(1, "mlx_stream-writer")
 
@@ -80,9 +80,10 @@ class OutputFile:
         trace: TracebackType | None,
     ) -> None:
         self._thread.shutdown(wait=True)
-        os.close(self._fd)
+        with contextlib.suppress(OSError):  # what matters was synced, or has its own error
+            os.close(self._fd)
         if not self._committed:
-            self._partial.unlink(missing_ok=True)
+            _remove(self._partial)
 
     def _settle(self) -> None:
         pending, self._pending = self._pending, None
@@ -128,14 +129,14 @@ def write_whole(path: Path, data: bytes) -> None:
     partial = path.with_name(temporary_name(path.name))
     with _told(path, len(data)):
         try:
-            with open(partial, "wb") as file:
+            fd, _ = _create(partial, "buffered")
+            with open(fd, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)
         except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+            _remove(partial)
             raise
         sync_folder(path.parent)
 
@@ -150,15 +151,23 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def _remove(partial: Path) -> None:
+    """A temporary file; on a disk that became read-only the next run does it."""
+    with contextlib.suppress(OSError):
+        partial.unlink(missing_ok=True)
+
+
 def _create(path: Path, io: IoChoice) -> tuple[int, bool]:
-    """``(descriptor, direct)`` of a new file."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    """``(descriptor, direct)`` of a new file; never what a link there leads to. Raises OSError."""
+    path.unlink(missing_ok=True)  # what a killed process left, or somebody's link
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
     if io == "direct" and hasattr(os, "O_DIRECT"):
         try:
             return os.open(path, flags | os.O_DIRECT, 0o666), True
         except OSError as error:
             if error.errno != errno.EINVAL:  # tmpfs of older kernels, network shares
                 raise
+        path.unlink(missing_ok=True)  # some systems make the file before they refuse
     fd = os.open(path, flags, 0o666)
     if io == "direct" and sys.platform == "darwin":
         import fcntl

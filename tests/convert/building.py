@@ -16,7 +16,9 @@ from mlx_stream.packed.pack import PackOptions, PackReport, pack
 from mlx_stream.storage.checkpoint import open_checkpoint
 
 
-def convert(source: Path, target: Path, asked: Conversion | None = None, **options: Any) -> PackReport:
+def convert(
+    source: Path, target: Path, asked: Conversion | None = None, **options: Any
+) -> PackReport:
     """Pack with a conversion; without `asked` only names and shapes change."""
     conversion = asked or Conversion()
     opened = PackOptions(open=lambda path: open_converted(path, conversion), **options)

@@ -14,7 +14,9 @@ from click.testing import CliRunner
 
 from mlx_stream.cli import cli
 from mlx_stream.convert.options import Conversion
+from mlx_stream.convert.source import open_converted
 from mlx_stream.errors import DamagedRecordError, PackError
+from mlx_stream.packed.pack import PackOptions, pack
 from mlx_stream.packed.repair import repair
 from mlx_stream.packed.verify import verify
 from mlx_stream.storage.quant_spec import QuantSpec
@@ -81,11 +83,8 @@ def test_stopped_between_files_it_goes_on(published, tmp_path, packed):
             raise Stop
 
     target = tmp_path / "again"
+    options = PackOptions(open=lambda p: open_converted(p, ASKED), shard_nbytes=1)
     with pytest.raises(Stop):
-        from mlx_stream.convert.source import open_converted
-        from mlx_stream.packed.pack import PackOptions, pack
-
-        options = PackOptions(open=lambda p: open_converted(p, ASKED), shard_nbytes=1)
         pack(published, target, options, stop)
     report = convert(published, target, ASKED, shard_nbytes=1)
     assert report.kept_nbytes > 0
@@ -131,8 +130,6 @@ def test_damaged_records_are_made_again(published, packed):
 
 def test_a_repair_in_another_width_is_refused(published, packed):
     """The manifest's word is not enough: what is made must have the checksum."""
-    from mlx_stream.convert.source import open_converted
-
     path = packed / "experts-00001-of-00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-20_000] ^= 1

@@ -178,6 +178,7 @@ def test_a_tensor_scale_cannot_be_quantized_again(tmp_path, checkpoint):
         ("nvfp4", None, None, None, 32, False),
         ("mxfp8", None, None, None, None, True),
         (None, None, None, None, None, True),
+        (None, 4, None, None, None, True),
     ],
 )
 def test_impossible_flags_are_refused(flags):
