@@ -1,7 +1,8 @@
 """The packed layout against the plain one, and packing against a plain copy.
 
-Groups: every layer's experts in groups of 1, 2, 4, 8 and 16, read by the Reader alone into two
-slots in turn, and by whole prefills; the layouts alternate so that a noisy machine hits both.
+Groups: every layer's experts in groups of 1, 2, 4, 8, 16 and of the whole layer (two slots, two
+layers), read by the Reader alone, and by whole prefills. Arms alternate so that noise hits all of
+them; each has --staging bytes of slots, touched before the clock starts.
 Packing: the packer, and a copy of the same bytes by the same reader and writer (same blocks, same
 I/O mode, flushed to the disk), in turn. Prints tables and one JSON line.
 """
@@ -17,54 +18,77 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
+from mlx_stream.config import StreamConfig
+from mlx_stream.engine import Engine
+from mlx_stream.experts.staging import StagingRing
 from mlx_stream.packed.checking import open_files
 from mlx_stream.packed.output_file import OutputFile
+from mlx_stream.prefill.schedule import PrefillPlan, cut_groups
 from mlx_stream.storage.checkpoint import open_checkpoint
 from mlx_stream.storage.expert_index import ExpertIndex, build_expert_index
-from mlx_stream.storage.read_plan import plan_group
+from mlx_stream.storage.read_plan import plan_group, slot_capacity
 from mlx_stream.storage.reader import Reader, Ticket
 from mlx_stream.storage.slot_memory import allocate_slot
 
-GROUPS = (1, 2, 4, 8, 16)
+WHOLE = "whole"
+LAYOUTS = ("plain", "packed")
+GROUPS = (1, 2, 4, 8, 16, WHOLE)
+COMPARED = 8  # experts of the groups that are compared with whole layers
 MIB = 1 << 20
+MOST_SLOTS = 64
+
+Group = int | str  # experts of a read group, WHOLE, or "plan"
+Times = dict[tuple[str, Group], list[float]]
+
+
+def group_size(index: ExpertIndex, group: Group) -> int:
+    """Experts of a read group."""
+    return max(layer.num_experts for layer in index.layers) if group == WHOLE else int(group)
+
+
+def slot_count(group: Group, slot_nbytes: int, staging: int) -> int:
+    """Slots of an arm: what `staging` bytes hold; two for whole layers."""
+    return 2 if group == WHOLE else max(2, min(MOST_SLOTS, staging // slot_nbytes))
 
 
 class GroupArm:
-    """Reads all experts of an index in groups of one size, into two slots in turn."""
+    """Reads all experts of an index in groups of one size, into slots in turn."""
 
-    def __init__(self, index: ExpertIndex, group: int, io: str, verify: str) -> None:
-        self.reader = Reader(index.checkpoint, io=io, verify=verify)
-        sizes = self.reader.file_sizes
+    def __init__(self, index: ExpertIndex, group: Group, staging: int, options: Any) -> None:
+        self.reader = Reader(index.checkpoint, **options)
+        sizes, size = self.reader.file_sizes, group_size(index, group)
         self.plans = [
             plan_group(
                 layer,
-                layer.experts_at(range(e, min(e + group, layer.num_experts))),
+                layer.experts_at(range(e, min(e + size, layer.num_experts))),
                 align=self.reader.align,
                 file_sizes=sizes,
             )
             for layer in index.layers
-            for e in range(0, layer.num_experts, group)
+            for e in range(0, layer.num_experts, size)
         ]
-        nbytes = max(p.slot_nbytes for p in self.plans)
-        self.slots = [allocate_slot(nbytes) for _ in range(2)]
-        for slot in self.slots:
-            slot[:] = 0
+        self.slot_nbytes = max(p.slot_nbytes for p in self.plans)
+        self.count = slot_count(group, self.slot_nbytes, staging)
 
-    def seconds(self) -> float:
-        """One pass."""
-        tickets: list[Ticket | None] = [None, None]
+    def seconds(self, memory: np.ndarray) -> float:
+        """One pass, into slots at the beginning of `memory`."""
+        slots = memory[: self.count * self.slot_nbytes].reshape(self.count, -1)
+        tickets: list[Ticket | None] = [None] * self.count
         began = time.perf_counter()
         for n, plan in enumerate(self.plans):
-            if (ticket := tickets[n % 2]) is not None:
+            if (ticket := tickets[n % self.count]) is not None:
                 ticket.wait()
-            tickets[n % 2] = self.reader.submit(plan.ops, self.slots[n % 2], plan.checks)
+            slot = slots[n % self.count]
+            tickets[n % self.count] = self.reader.submit(plan.ops, slot, plan.checks)
         for ticket in tickets:
             if ticket is not None:
                 ticket.wait()
@@ -85,61 +109,86 @@ def alternate(arms: dict[Any, Callable[[], float]], rounds: int) -> dict[Any, li
     return took
 
 
-def reader_table(plain: Path, packed: Path, rounds: int, io: str, verify: str) -> list[dict]:
+def reader_table(
+    plain: Path, packed: Path, groups: Sequence[Group], rounds: int, staging: int, options: Any
+) -> tuple[list[dict], Times]:
     """Reader alone."""
-    indexes = {name: build_expert_index(open_checkpoint(p)) for name, p in both(plain, packed)}
-    arms = {(n, g): GroupArm(i, g, io, verify) for n, i in indexes.items() for g in GROUPS}
-    took = alternate({k: a.seconds for k, a in arms.items()}, rounds)
+    folders = zip(LAYOUTS, (plain, packed), strict=True)
+    indexes = {name: build_expert_index(open_checkpoint(p)) for name, p in folders}
+    arms = {(n, g): GroupArm(i, g, staging, options) for n, i in indexes.items() for g in groups}
+    memory = allocate_slot(max(a.count * a.slot_nbytes for a in arms.values()))
+    memory[:] = 0  # page faults belong to no arm
+    took = alternate({k: partial(a.seconds, memory) for k, a in arms.items()}, rounds)
     nbytes = indexes["plain"].nbytes
     rows = []
     for (name, group), times in took.items():
         arm = arms[name, group]
-        rate = nbytes / statistics.median(times) / 1e9
-        rows.append({"layout": name, "group": group, "gbs": round(rate, 3), "calls": arm.calls})
+        rates = [nbytes / t / 1e9 for t in times]
+        rows.append(row(name, group, rates) | {"calls": arm.calls, "slots": arm.count})
         arm.reader.close()
-    return rows
+    return rows, took
 
 
-def both(plain: Path, packed: Path) -> list[tuple[str, Path]]:
-    return [("plain", plain), ("packed", packed)]
+def row(layout: str, group: Group, values: list[float]) -> dict:
+    """Median and range of one arm."""
+    found = {"median": statistics.median(values), "low": min(values), "high": max(values)}
+    return {"layout": layout, "group": group} | {k: round(v, 3) for k, v in found.items()}
 
 
-def prefill_table(plain: Path, packed: Path, rounds: int, tokens: int) -> list[dict]:
+def plan_for(engine: Engine, tokens: int, group: Group, staging: int) -> PrefillPlan:
+    """The engine's own plan, reading all experts; other read groups unless `group` is "plan"."""
+    plan = replace(engine.plan(tokens), mode="stream")
+    if group == "plan":
+        return plan
+    size = group_size(engine.index, group)
+    slot_nbytes = slot_capacity(engine.index, size, engine.reader.align)
+    layers = tuple(
+        replace(read, groups=cut_groups(layer.num_experts, size))
+        for read, layer in zip(plan.layers, engine.index.layers, strict=True)
+    )
+    slots = slot_count(group, slot_nbytes, staging)
+    return replace(plan, group_size=size, layers=layers, slot_nbytes=slot_nbytes, slots=slots)
+
+
+def prefill_seconds(engine: Engine, plan: PrefillPlan, ids: np.ndarray) -> float:
+    """One prefill into staging that was touched before."""
+    ring = StagingRing(engine.backend, engine.reader, plan.slot_nbytes, plan.slots)
+    for slot in ring._slots:
+        slot.buffer.array[:] = 0
+    began = time.perf_counter()
+    engine.run_plan(plan, ids, ring=ring)
+    return time.perf_counter() - began
+
+
+def prefill_table(
+    plain: Path,
+    packed: Path,
+    groups: Sequence[Group],
+    rounds: int,
+    staging: int,
+    tokens: int,
+    options: Any,
+) -> tuple[list[dict], Times]:
     """Whole prefills, by group size; the last row is the plan's own group."""
-    from mlx_stream.config import StreamConfig
-    from mlx_stream.engine import Engine
-    from mlx_stream.prefill.schedule import cut_groups
-    from mlx_stream.storage.read_plan import slot_capacity
-
-    config = StreamConfig(memory_budget=4 << 30, backend="cpu", union_tokens=0)
-    engines = {name: Engine(p, config) for name, p in both(plain, packed)}
-    ids = [(7 * n) % 1000 for n in range(tokens)]
-
-    def run(name: str, group: int | None) -> float:
-        engine = engines[name]
-        plan = engine.plan(tokens)
-        if group is not None:
-            size = slot_capacity(engine.index, group, engine.reader.align)
-            layers = tuple(
-                replace(read, groups=cut_groups(layer.num_experts, group))
-                for read, layer in zip(plan.layers, engine.index.layers, strict=True)
-            )
-            plan = replace(plan, group_size=group, layers=layers, slot_nbytes=size)
-            plan = replace(plan, slots=max(2, min(64, (256 * MIB) // size)))
-        import numpy as np
-
-        began = time.perf_counter()
-        engine.run_plan(plan, np.array(ids))
-        return time.perf_counter() - began
-
-    keys = [(n, g) for n in engines for g in (*GROUPS, None)]
-    took = alternate({k: (lambda k=k: run(*k)) for k in keys}, rounds)
+    config = StreamConfig(memory_budget=4 << 30, backend="cpu", union_tokens=0, **options)
+    engines = {name: Engine(p, config) for name, p in zip(LAYOUTS, (plain, packed), strict=True)}
+    ids = np.array([(7 * n) % 1000 for n in range(tokens)])
+    arms = {}
+    for name, engine in engines.items():
+        engine.prefill(ids)  # checksums of first reads belong to no arm
+        for group in (*groups, "plan"):
+            plan = plan_for(engine, tokens, group, staging)
+            arms[name, group] = partial(prefill_seconds, engine, plan, ids)
+    took = alternate(arms, rounds)
     for engine in engines.values():
         engine.close()
-    return [
-        {"layout": n, "group": g or "plan", "seconds": round(statistics.median(t), 3)}
-        for (n, g), t in took.items()
-    ]
+    return [row(n, g, t) for (n, g), t in took.items()], took
+
+
+def against_whole(took: Times, layout: str) -> dict:
+    """Round by round, what whole layers took over what groups of COMPARED took."""
+    pairs = zip(took[layout, WHOLE], took[layout, COMPARED], strict=True)
+    return row(layout, COMPARED, [whole / grouped for whole, grouped in pairs])
 
 
 def copy(source: Path, target: Path, io: str) -> float:
@@ -192,36 +241,73 @@ def pack_table(plain: Path, scratch: Path, rounds: int, io: str) -> dict[str, An
     }
 
 
-def show(rows: list[dict], value: str) -> None:
-    click.echo(f"{'experts a group':>16}" + "".join(f"{n:>12}" for n in ("plain", "packed")))
+def show(rows: list[dict], cell: Callable[[dict], str]) -> None:
+    """A markdown table: group sizes down, layouts across."""
+    click.echo("| experts a group | plain | packed |\n|---|---|---|")
     for group in dict.fromkeys(r["group"] for r in rows):
-        cells = [r[value] for r in rows if r["group"] == group]
-        click.echo(f"{group:>16}" + "".join(f"{c:>12}" for c in cells))
+        cells = [cell(r) for r in rows if r["group"] == group]
+        click.echo(f"| {group} | {' | '.join(cells)} |")
 
 
-@click.command()
+def spread(r: dict) -> str:
+    return f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f})"
+
+
+def report_groups(result: dict[str, Any], name: str, table: tuple[list[dict], Times]) -> None:
+    """Print a table and the ratios; keep both in `result`."""
+    rows, took = table
+    show(rows, spread)
+    result[name] = rows
+    for layout in LAYOUTS:
+        if not {(layout, WHOLE), (layout, COMPARED)} <= set(took):
+            continue
+        ratio = result[f"{name}_{layout}_whole_over_{COMPARED}"] = against_whole(took, layout)
+        click.echo(f"{layout}: whole layers / groups of {COMPARED}: {spread(ratio)}")
+
+
+@click.command(help=__doc__)
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--dir", "folder", type=click.Path(path_type=Path), default=Path("."))
+@click.option(
+    "--packed",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="The packed model, if there is one; packing is not measured then.",
+)
+@click.option("--groups", default=",".join(map(str, GROUPS)), help="Which to measure.")
 @click.option("--rounds", default=5)
 @click.option("--tokens", default=0, help="Prefill this many tokens for the end-to-end table.")
+@click.option("--staging", default=512, help="MiB of slots of an arm; two slots at least.")
 @click.option("--io", type=click.Choice(["direct", "buffered"]), default="direct")
 @click.option("--verify", type=click.Choice(["off", "first", "always"]), default="first")
-def main(model: Path, folder: Path, rounds: int, tokens: int, io: str, verify: str) -> None:
+def main(
+    model: Path,
+    folder: Path,
+    packed: Path | None,
+    groups: str,
+    rounds: int,
+    tokens: int,
+    staging: int,
+    io: str,
+    verify: str,
+) -> None:
     """Measure packing, and reads in both layouts."""
     scratch = Path(tempfile.mkdtemp(prefix="packed-bench-", dir=folder))
+    options = {"io": io, "verify": verify}
     try:
-        result: dict[str, Any] = {"bench": "packed", "pack": pack_table(model, scratch, rounds, io)}
-        click.echo(json.dumps(result["pack"]))
-        packed = scratch / "packed"
-        result["reader"] = reader_table(model, packed, rounds, io, verify)
-        click.echo("reader alone, GB/s")
-        show(result["reader"], "gbs")
-        click.echo("read calls of one pass")
-        show(result["reader"], "calls")
+        result: dict[str, Any] = {"bench": "packed", "load": os.getloadavg()[0]}
+        if packed is None:
+            result["pack"] = pack_table(model, scratch, rounds, io)
+            click.echo(json.dumps(result["pack"]))
+            packed = scratch / "packed"
+        sizes = [g if g == WHOLE else int(g) for g in groups.split(",")]
+        arms = (model, packed, sizes, rounds, staging * MIB)
+        click.echo("reader alone, GB/s: median (range)")
+        report_groups(result, "reader", reader_table(*arms, options))
+        click.echo("read calls of one pass, and slots")
+        show(result["reader"], lambda r: f"{r['calls']}, {r['slots']}")
         if tokens:
-            result["prefill"] = prefill_table(model, packed, rounds, tokens)
-            click.echo(f"prefill of {tokens} tokens, seconds")
-            show(result["prefill"], "seconds")
+            click.echo(f"prefill of {tokens} tokens, seconds: median (range)")
+            report_groups(result, "prefill", prefill_table(*arms, tokens, options))
         result["machine"] = f"{platform.system()} {platform.machine()} {os.cpu_count()} cpu"
         click.echo(json.dumps(result))
     finally:

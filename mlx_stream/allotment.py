@@ -98,8 +98,8 @@ class Allotment:
         now = self._decoder.nbytes
         return most - now if most - now >= 2 * now else now
 
-    def make_room_for_draft(self) -> None:
-        """The cache gives up what it does not need: a draft model is about to be loaded."""
+    def make_room(self) -> None:
+        """The cache gives up what it does not need: a draft or an adapter is about to be loaded."""
         self.resize_cache(0)
 
     def after_step(self, step: StepMetrics) -> None:

@@ -120,6 +120,7 @@ class StreamConfig:
         backend: one of ``BACKENDS``.
         io: ``"direct"`` bypasses the page cache, ``"buffered"`` goes through it.
         reader_threads: reads in flight at once.
+        group_size: experts of a read group, at most a whole layer's; None leaves it to the plan.
         union_tokens: prompts up to this long read only the experts they route to, after routing.
             Such a prompt's attention takes a small part of the time that the reads take, so there
             is little to hide behind it, and skewed routers leave experts unused.
@@ -127,8 +128,11 @@ class StreamConfig:
             "0.5GB/s:100us" with a latency for each read.
         verify: when an expert's checksum is compared, where the checkpoint is packed: on its first
             read, on every read, or never.
-        decode_path, cache_policy, seed_policy, predict, hot_list: see decode/options.py, which
-            also checks them.
+        decode_path, cache_policy, seed_policy, predict, hot_list, prerouter, prerouter_spec: see
+            decode/options.py, which also checks them.
+        adapter: file or folder of the low-rank adapter of requests that name none; ``"auto"`` is
+            the one trained with the Prerouter, where that is on, ``"off"`` none.
+        adapter_scale: alpha / r of an adapter that does not say it.
     """
 
     memory_budget: int | None = None
@@ -136,6 +140,7 @@ class StreamConfig:
     backend: str = "auto"
     io: str = "direct"
     reader_threads: int = 4
+    group_size: int | None = None
     union_tokens: int = 512
     trust_remote_code: bool = False
     throttle: str | None = None
@@ -145,6 +150,10 @@ class StreamConfig:
     seed_policy: str = "auto"
     predict: str = "auto"
     hot_list: str | None = None
+    prerouter: str = "auto"
+    prerouter_spec: str | None = None
+    adapter: str = "auto"
+    adapter_scale: float | None = None
 
     def __post_init__(self) -> None:
         _check(self.backend in BACKENDS, "backend", BACKENDS, self.backend)
@@ -154,6 +163,8 @@ class StreamConfig:
         _check(
             1 <= self.reader_threads <= 64, "reader_threads", "1 to 64 threads", self.reader_threads
         )
+        groups = self.group_size is None or self.group_size >= 1
+        _check(groups, "group_size", "at least 1 expert", self.group_size)
         _check(self.union_tokens >= 0, "union_tokens", "0 or more tokens", self.union_tokens)
         if self.throttle is not None:
             parse_throttle(self.throttle)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from mlx_lm.generate import GenerationResponse
 
 from mlx_stream import prompt_caches
+from mlx_stream.adapting import AUTO, Adapter
 from mlx_stream.engine import Engine, PrefillResult
 from mlx_stream.errors import KvCacheError, PromptFileError
 from mlx_stream.kv.options import PLAIN, KvOptions
@@ -58,10 +59,12 @@ class Conversation:
         prompt_cache_file: Path | str | PromptFile | None = None,
         *,
         kv: KvOptions = PLAIN,
+        adapter: Adapter = AUTO,
         template: dict[str, Any] | None = None,
     ) -> None:
         self._runtime = runtime
         self._kv = kv
+        self._adapter = adapter
         self._template = dict(template or {})
         self._templated = bool(getattr(runtime.tokenizer, "has_chat_template", False))
         self._system = system
@@ -73,7 +76,7 @@ class Conversation:
     def _open(self, path: Path | str | PromptFile) -> None:
         file = path
         if not isinstance(file, PromptFile):
-            file = prompt_caches.load(self._runtime.engine, file)
+            file = prompt_caches.load(self._runtime.engine, file, self._adapter)
         if file.tokens is None:
             raise PromptFileError(
                 "this prompt cache file does not say which tokens it holds",
@@ -198,6 +201,7 @@ class Conversation:
             max_tokens,
             prompt_cache=self._cache,
             kv=self._kv,
+            adapter=self._adapter,
             on_prefill=self._note_prompt(ids),
             **sampling,
         )

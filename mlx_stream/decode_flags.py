@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mlx_stream.click_options import add_options
-from mlx_stream.decode.options import PATHS, PREDICTORS
+from mlx_stream.decode.options import PATHS, PREDICTORS, PREROUTER_MODES
 from mlx_stream.decode.policy import POLICIES
 from mlx_stream.decode.seed_policy import SEED_POLICIES
 
@@ -46,6 +46,15 @@ _OPTIONS = (
         help="Read the next layer's likely experts ahead; auto stops when it does not pay.",
     ),
     click.option("--hot-list", type=_FILE, help="Experts to keep besides the prompt's, a file."),
+    click.option(
+        "--prerouter",
+        type=click.Choice(PREROUTER_MODES),
+        default="auto",
+        show_default=True,
+        help="Route by trained heads, a token ahead, so that no read is waited for; changes the "
+        "answer. auto: where the checkpoint was trained for it.",
+    ),
+    click.option("--prerouter-spec", type=_FILE, help="Heads to use instead of the checkpoint's."),
     click.option("--draft-model", help="Small model for speculative decoding, folder or repo id."),
     click.option(
         "--num-draft-tokens",
@@ -67,6 +76,8 @@ class DecodeFlags:
     seed_policy: str
     predict: str
     hot_list: Path | None
+    prerouter: str
+    prerouter_spec: Path | None
     draft_model: str | None
     num_draft_tokens: int
     stats: bool
@@ -83,6 +94,8 @@ def decode_arguments(flags: DecodeFlags) -> dict[str, Any]:
         "seed_policy": flags.seed_policy,
         "predict": flags.predict,
         "hot_list": flags.hot_list,
+        "prerouter": flags.prerouter,
+        "prerouter_spec": flags.prerouter_spec,
         "draft_model": flags.draft_model,
         "num_draft_tokens": flags.num_draft_tokens,
     }

@@ -55,7 +55,7 @@ class GuardedDecode:
         Raises:
             FileChangedError, ReadError: the checkpoint changed or cannot be read.
         """
-        metrics = DecodeMetrics()
+        metrics = self._new_metrics()
         cache, step = result.cache, self._step
         tokens = decode_tokens(
             step, cache, result.logits, prompt, sampler=sampler, processors=processors
@@ -80,7 +80,7 @@ class GuardedDecode:
         Raises:
             CapabilityError: the prompt cache cannot be trimmed; nothing was computed.
         """
-        metrics, cache = DecodeMetrics(), result.cache
+        metrics, cache = self._new_metrics(), result.cache
         rounds = Rounds(
             self._step, cache, drafter, prompt=prompt, sampler=sampler, processors=processors
         )
@@ -97,6 +97,9 @@ class GuardedDecode:
         finally:
             rounds.take_back(left)
             self._close(result, metrics)
+
+    def _new_metrics(self) -> DecodeMetrics:
+        return DecodeMetrics(prerouter=self._steps.metrics.prerouter)
 
     def _close(self, result: PrefillResult, metrics: DecodeMetrics) -> None:
         kernels = kernel_counts(self._backend)

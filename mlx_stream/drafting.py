@@ -30,6 +30,13 @@ def check_can_draft(model: nn.Module, plan: DecodePlan) -> None:
             actual="--decode-path whole-layer",
             remedy="leave out --draft-model, or the decode path",
         )
+    if plan.path == "prerouted":
+        raise CapabilityError(
+            "predicted routing says where one token goes, not several at once",
+            expected="--prerouter off with a draft model",
+            actual="a Prerouter that is on",
+            remedy="leave out --draft-model, or run with --prerouter off",
+        )
 
 
 def open_drafter(

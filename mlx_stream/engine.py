@@ -17,6 +17,8 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_stream import interrupts
+from mlx_stream.adapters.adapter_set import AdapterSet
+from mlx_stream.adapting import AUTO, Adapter, EngineAdapters
 from mlx_stream.allotment import Allotment
 from mlx_stream.backends.select import select_backend
 from mlx_stream.budget import MemoryBudget
@@ -34,12 +36,13 @@ from mlx_stream.kv.caches import KvSupport, settle
 from mlx_stream.kv.options import PLAIN, KvOptions
 from mlx_stream.loader import load_streamed_model, load_tokenizer_if_any
 from mlx_stream.plan_runner import PlanRunner
-from mlx_stream.planner.fit import plan_prefill
 from mlx_stream.planner.free_memory import default_budget
 from mlx_stream.prefill.cache_views import CacheSnapshot, cache_offset, check_prompt_cache
 from mlx_stream.prefill.receipts import PrefillResult
 from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress
-from mlx_stream.prompts import check_token_ids, empty_prompt
+from mlx_stream.prerouting import prepare_prerouter
+from mlx_stream.prompt_plans import PromptPlans
+from mlx_stream.prompts import check_token_ids
 from mlx_stream.storage.checkpoint import open_checkpoint
 from mlx_stream.storage.expert_index import build_expert_index
 from mlx_stream.storage.reader import Reader, reader_options
@@ -49,7 +52,6 @@ from mlx_stream.timeline import Timeline
 __all__ = ["Engine", "PrefillResult", "Progress"]
 
 Progress = Callable[[PrefillProgress], None]
-DECODE_RESERVE_TOKENS = 256
 CACHED_TOKENS = 32  # a turn up to this long runs from the expert cache, as decode does
 
 
@@ -77,11 +79,11 @@ class Engine:
         if total is None:
             total, self.budget_reason = default_budget(self.backend.memory().limit)
         self.budget = MemoryBudget(total)
-        self._loaded = load_streamed_model(
-            index,
-            self.backend,
-            self.budget,
-            trust_remote_code=self.config.trust_remote_code,
+        loaded = load_streamed_model(
+            index, self.backend, self.budget, trust_remote_code=self.config.trust_remote_code
+        )
+        self._loaded, self._prerouting = prepare_prerouter(
+            loaded, self._decode_options, self.backend, self.budget
         )
         self.model = self._loaded.model
         self.index = self._loaded.index
@@ -91,18 +93,13 @@ class Engine:
         self.reader = Reader(index.checkpoint, **reader_options(self.config))
         self._closers.append(self.reader.close)
         self.kv = KvSupport(self.model, self._loaded.slot, self.backend.compute_scope)
-        self._traits = self._loaded.traits(
-            scratch=self.backend.scratch_nbytes(self._mlps),
-            align=self.reader.align,
-            decode_tokens=DECODE_RESERVE_TOKENS,
-            union_tokens=self.config.union_tokens,
-        )
+        held = (self._loaded, self.backend, self.budget, self.kv, self.config)
+        self._plans = PromptPlans(*held, align=self.reader.align)
         self.decoder = self._make_decoder()
-        overhead = self.decoder.cache.store.overhead_nbytes
-        self._traits = replace(self._traits, cache_overhead=overhead, kv_window=self.kv.window)
+        self._plans.know(self.decoder)
         self._closers.append(self.decoder.close)
         asked = self.config.memory_budget is not None
-        self._allotment = Allotment(self.budget, self.decoder, self._traits.scratch, asked=asked)
+        self._allotment = Allotment(self.budget, self.decoder, self._plans.scratch, asked=asked)
         self._guarded = GuardedDecode(
             self.decoder.steps,
             self._allotment,
@@ -113,6 +110,11 @@ class Engine:
         parts = (self.backend, self.reader, self.budget, self.decoder)
         self.runner = PlanRunner(self._loaded, *parts)
         set_executor(self._loaded.slot, self.decoder.exact)
+        self.adapters = EngineAdapters(
+            AdapterSet(self.model, self.backend, self.budget), self._allotment.make_room
+        )
+        self._closers.append(self.adapters.close)
+        self.adapters.open_default(self.config, self.path, self._prerouting.opened)
         self.tokenizer = load_tokenizer_if_any(
             self.path, self._loaded.config, self.config.trust_remote_code
         )
@@ -126,6 +128,7 @@ class Engine:
             self._decode_options,
             take_snapshot=partial(CacheSnapshot, append_only=True),
             whole_layer=self._step_by_prefill,
+            prerouting=self._prerouting,
         )
 
     def plan(
@@ -137,21 +140,11 @@ class Engine:
             BudgetError: it does not fit.
             MlxStreamError: the prompt is empty, or the engine was closed.
         """
-        if prompt_tokens < 1:
-            raise empty_prompt()
         if not self._closers:
             raise MlxStreamError(
                 "the model is closed", remedy="load it again, or stay inside the with-block"
             )
-        return plan_prefill(
-            self.index,
-            self._shape,
-            replace(self._traits, kv=self.kv.planned(kv)),
-            prompt_tokens=prompt_tokens,
-            budget=self.budget.total,
-            chunk_tokens=self.config.chunk_tokens,
-            past_tokens=past_tokens,
-        )
+        return self._plans.plan(prompt_tokens, past_tokens, kv)
 
     @interrupts.deferred()
     def prefill(
@@ -160,6 +153,7 @@ class Engine:
         cache: list[Any] | None = None,
         *,
         kv: KvOptions = PLAIN,
+        adapter: Adapter = AUTO,
         progress: Progress | None = None,
     ) -> PrefillResult:
         """Run a prompt through the model, layer by layer.
@@ -168,6 +162,7 @@ class Engine:
             tokens: at least one token id.
             cache: an mlx-lm prompt cache to go on from; updated in place, and put back as it was
                 when the prefill fails or is interrupted. None makes a new one.
+            adapter: see :meth:`EngineAdapters.choose`; decoding goes on with it.
             progress: called after each layer.
 
         Raises:
@@ -179,6 +174,8 @@ class Engine:
         self.reader.check_unchanged()
         if cache is not None:
             check_prompt_cache(cache, make_prompt_cache(self.model))
+        adapter = self.adapters.choose(adapter)
+        self.adapters.check(cache, adapter)
         past = cache_offset(cache)
         plan = self.plan(len(ids), past_tokens=past, kv=kv)
         if past and len(ids) <= CACHED_TOKENS and len(self.decoder.cache) > 1:
@@ -186,13 +183,16 @@ class Engine:
         cache = self.kv.prepare(cache, kv)
         snapshot = CacheSnapshot(cache)
         try:
-            logits, receipt = self.run_granted(plan, ids, cache, progress=progress)
+            with self.adapters.using(adapter):
+                self.runner.adapter = self.adapters.fingerprint(adapter)
+                logits, receipt = self.run_granted(plan, ids, cache, progress=progress)
             settle(cache)
             self.reader.check_unchanged()
             interrupts.check()
         except BaseException:
             snapshot.restore()
             raise
+        self.adapters.mark(cache, adapter)
         self.last_receipt = receipt
         return PrefillResult(logits, cache, receipt)
 
@@ -239,7 +239,9 @@ class Engine:
 
         When the caller stops, the last receipt says what the tokens cost.
         """
-        return self._guarded.tokens(result, prompt, **options)
+        return self.adapters.following(
+            result.cache, self._guarded.tokens(result, prompt, **options)
+        )
 
     def decode_speculative(
         self, result: PrefillResult, prompt: Sequence[int], **options: Any
@@ -250,7 +252,8 @@ class Engine:
             CapabilityError: the prompt cache cannot be trimmed; nothing was computed.
         """
         assert self._drafter is not None, "no draft model was loaded"
-        return self._guarded.speculative_tokens(result, prompt, self._drafter, **options)
+        drawn = self._guarded.speculative_tokens(result, prompt, self._drafter, **options)
+        return self.adapters.following(result.cache, drawn)
 
     def load_draft(self, path: Path, tokens: int) -> None:
         """Hold a draft model for :meth:`decode_speculative`; see :func:`load_draft_model`.
@@ -260,7 +263,7 @@ class Engine:
                 and forget some of them; nothing was loaded.
         """
         check_can_draft(self.model, self.decoder.plan)
-        self._allotment.make_room_for_draft()
+        self._allotment.make_room()
         self._drafter, undo = open_drafter(
             path,
             tokens,
@@ -270,8 +273,6 @@ class Engine:
             trust_remote_code=self.config.trust_remote_code,
         )
         self._closers.insert(1, undo)
-        resident = self._loaded.resident_nbytes + self.budget.owner("draft model")
-        self._traits = replace(self._traits, resident=resident)
 
     @property
     def drafts(self) -> bool:

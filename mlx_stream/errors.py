@@ -106,6 +106,10 @@ class PrerouterError(CheckpointError):
     """A Prerouter's spec or heads cannot be used, or not with this model."""
 
 
+class AdapterError(CheckpointError):
+    """An adapter's file cannot be used, or not with this model."""
+
+
 class PackError(MlxStreamError):
     """A checkpoint cannot be packed, verified or repaired as asked."""
 

@@ -17,6 +17,8 @@ _PATTERNS = [
     "*.json",
     "model*.safetensors",
     "experts-*.safetensors",  # of packed folders
+    "prerouter*.safetensors",
+    "lora*.safetensors",
     "tokenizer.model",
     "*.tiktoken",
     "tiktoken.model",
@@ -74,14 +76,17 @@ def cached_snapshot(reference: HubReference) -> Path | None:
         return Path(found) if isinstance(found, str) else None
 
     config, index = cached("config.json"), cached("model.safetensors.index.json")
+    manifest = cached("packed.json")
     if config is None:
         return None
     shards = {"model.safetensors"}
-    if index is not None:
-        try:
+    try:
+        if index is not None:
             shards = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+        elif manifest is not None:
+            shards = {f["name"] for f in json.loads(manifest.read_bytes())["files"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
     folder = config.parent
     complete = all(isinstance(s, str) and (folder / s).is_file() for s in shards)
     return folder if shards and complete else None

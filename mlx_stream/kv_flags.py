@@ -57,6 +57,11 @@ _LOAD = (
         show_default=True,
         help="Most tokens in one attention chunk.",
     ),
+    click.option(
+        "--group-size",
+        type=click.IntRange(min=1),
+        help="Experts of a read group.  [default: by what `mlx_stream probe` measured]",
+    ),
     click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True),
     click.option(
         "--io",
@@ -72,6 +77,14 @@ _LOAD = (
         show_default=True,
         help="When checksums of a packed folder are compared: at an expert's first read, always.",
     ),
+    click.option(
+        "--adapter",
+        default="auto",
+        show_default=True,
+        help="Low-rank adapter: a safetensors file or mlx-lm's folder. auto: the one trained with "
+        "the Prerouter, where that is on; off: none.",
+    ),
+    click.option("--adapter-scale", type=float, help="alpha / r of an adapter that lacks it."),
     click.option(
         "--throttle-reads",
         help="(benchmarks) Read no faster than '2GB/s', or '0.5GB/s:100us' with a latency.",
@@ -97,9 +110,12 @@ class LoadFlags:
     trust_remote_code: bool
     memory_budget: str | None
     chunk_tokens: int
+    group_size: int | None
     backend: str
     io: str
     verify: str
+    adapter: str = "auto"
+    adapter_scale: float | None = None
     throttle_reads: str | None
 
 
@@ -137,9 +153,12 @@ def load_of(flags: LoadFlags) -> Runtime:
         flags.model,
         memory_budget=flags.memory_budget,
         chunk_tokens=flags.chunk_tokens,
+        group_size=flags.group_size,
         backend=flags.backend,
         io=flags.io,
         verify=flags.verify,
+        adapter=flags.adapter,
+        adapter_scale=flags.adapter_scale,
         throttle=flags.throttle_reads,
         trust_remote_code=flags.trust_remote_code,
         **(decode_arguments(flags) if isinstance(flags, DecodeFlags) else {}),

@@ -70,6 +70,7 @@ class Outlook:
                 "segments": len(self.plan.segments),
                 "chunk_tokens": self.plan.chunk_tokens,
                 "group_size": self.plan.group_size,
+                "group_source": self.plan.group_source,
                 "read_bytes": self.plan.planned_read_nbytes,
                 "budget_bytes": memory.budget,
                 "memory_bytes": {name: getattr(memory, name) for name in _PARTS},
@@ -140,6 +141,11 @@ plan_options = add_options(
             "--memory-budget", help="Bytes, '4GB' or '4GiB'; default: a share of free memory."
         ),
         click.option("--chunk-tokens", type=click.IntRange(min=1), default=2048, show_default=True),
+        click.option(
+            "--group-size",
+            type=click.IntRange(min=1),
+            help="Experts of a read group.  [default: by what `mlx_stream probe` measured]",
+        ),
         click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True),
         click.option(
             "--profile",
@@ -157,6 +163,7 @@ def run_plan(
     prompt_tokens: str,
     memory_budget: str | None,
     chunk_tokens: int,
+    group_size: int | None,
     backend: str,
     profile: Path | None,
     as_json: bool,
@@ -170,7 +177,14 @@ def run_plan(
     lengths = _lengths(prompt_tokens)
     budget = default_budget(None)[0] if memory_budget is None else parse_bytes(memory_budget)
     known = MachineProfile.load(profile) if profile is not None else load_default()
-    outline = open_outline(model, revision=revision, itemsize=_itemsize(backend), progress=progress)
+    outline = open_outline(
+        model,
+        revision=revision,
+        itemsize=_itemsize(backend),
+        group_size=group_size,
+        profile=known,
+        progress=progress,
+    )
     found = [
         outlook(outline, n, budget=budget, chunk_tokens=chunk_tokens, profile=known)
         for n in lengths

@@ -12,6 +12,8 @@ import numpy as np
 from mlx_stream.backends.base import Backend
 from mlx_stream.budget import MemoryBudget
 from mlx_stream.decode.decoder import Decoder
+from mlx_stream.decode.exact import ChunkWatch
+from mlx_stream.errors import CapabilityError
 from mlx_stream.experts.staging import StagingRing
 from mlx_stream.loader import LoadedModel
 from mlx_stream.prefill.layer_major import LayerMajorPrefill, PrefillCounts
@@ -37,6 +39,7 @@ class PlanRunner:
         self._loaded, self._backend, self._reader = loaded, backend, reader
         self._budget, self._decoder = budget, decoder
         self.keep: KeepOptions | None = None  # checkpoints of the prompts from now on
+        self.adapter: str | None = None  # fingerprint of the one in force
 
     def run(
         self,
@@ -52,12 +55,40 @@ class PlanRunner:
         Args:
             ring: staging to use, and to close, instead of the plan's own.
         """
+        self._decoder.steps.begin_prompt()
+        prerouter = self._decoder.prerouter
+        if prerouter is None:
+            return self._run(plan, ids, cache, ring, progress, None)
+        watch = prerouter.begin_prefill(cache)
+        if watch is not None and self.keep is not None:
+            raise CapabilityError(
+                "a prefill whose last position feeds a Prerouter cannot be resumed",
+                expected="--prerouter off with prefill checkpoints",
+                actual=f"the Prerouter {prerouter.spec.name}",
+                remedy="run with --prerouter off, or without checkpoints",
+            )
+        done = self._run(plan, ids, cache, ring, progress, watch)
+        with self._backend.compute_scope():
+            prerouter.end_prefill(cache)
+        return done
+
+    def _run(
+        self,
+        plan: PrefillPlan,
+        ids: np.ndarray,
+        cache: list[Any],
+        ring: StagingRing | None,
+        progress: Callable[[PrefillProgress], None] | None,
+        watch: ChunkWatch | None,
+    ) -> tuple[mx.array, Receipt]:
         if plan.mode == "cached":
-            return self._run_cached(plan, ids, cache, progress)
+            return self._run_cached(plan, ids, cache, progress, watch)
         started, before = time.perf_counter(), self._reader.counters
         mx.reset_peak_memory()
         seeder = self._decoder.make_seeder()
-        hooks = RunHooks(plan, ids, cache, self._loaded, self._backend, self.keep)
+        hooks = RunHooks(
+            plan, ids, cache, self._loaded, self._backend, self.keep, adapter=self.adapter
+        )
         try:
             ring = ring or StagingRing(self._backend, self._reader, plan.slot_nbytes, plan.slots)
             job = LayerMajorPrefill(
@@ -71,6 +102,7 @@ class PlanRunner:
                 seeder=seeder,
                 progress=progress,
                 hooks=hooks,
+                watch=watch,
             )
             with self._backend.compute_scope():
                 logits = job.run(plan, ids, cache)
@@ -103,6 +135,7 @@ class PlanRunner:
         ids: np.ndarray,
         cache: list[Any],
         progress: Callable[[PrefillProgress], None] | None,
+        watch: ChunkWatch | None,
     ) -> tuple[mx.array, Receipt]:
         """A few tokens at once as decode computes them: only what is not cached is read."""
         started, before = time.perf_counter(), self._reader.counters
@@ -116,14 +149,14 @@ class PlanRunner:
             if observer is not None:
                 observer(layer, routed, True)
 
-        exact.observer = note
+        exact.observer, exact.watch = note, watch
         try:
             with self._backend.compute_scope():
                 logits = self._loaded.model(mx.array(ids[None]), cache=cache)[0, -1]
                 mx.eval(logits)
             exact.finish_step()
         finally:
-            exact.observer = observer
+            exact.observer, exact.watch = observer, None
         counts.stall_seconds = exact.counts.stall_seconds
         after, wall = self._reader.counters, time.perf_counter() - started
         if progress is not None:

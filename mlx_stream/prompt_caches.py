@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_stream.adapting import AUTO, Adapter
 from mlx_stream.engine import Engine
 from mlx_stream.errors import PromptFileError
 from mlx_stream.kv.prompt_files import (
@@ -20,9 +21,9 @@ from mlx_stream.prefill.cache_views import cache_offset
 from mlx_stream.run_hooks import identify
 
 
-def model_identity(engine: Engine) -> ModelIdentity:
-    """What a prompt cache of this engine's model is marked with."""
-    return identify(engine.model, engine.index)
+def model_identity(engine: Engine, adapter: str | None = None) -> ModelIdentity:
+    """What a prompt cache of this engine's model, with one of its adapters, is marked with."""
+    return identify(engine.model, engine.index, engine.adapters.fingerprint(adapter))
 
 
 def save(
@@ -49,23 +50,26 @@ def save(
     return save_prompt_file(
         path,
         cache,
-        model_identity(engine),
+        model_identity(engine, engine.adapters.of(cache)),
         tokens=[int(t) for t in tokens],
         messages=messages,
         model=str(engine.path),
     )
 
 
-def load(engine: Engine, path: Path | str) -> PromptFile:
-    """Read a prompt cache, checked against the engine's model.
+def load(engine: Engine, path: Path | str, adapter: Adapter = AUTO) -> PromptFile:
+    """Read a prompt cache, checked against the engine's model and an adapter.
 
     Raises:
-        PromptFileError: damaged, larger than the memory budget, or of another model.
+        PromptFileError: damaged, larger than the memory budget, or of another model or adapter.
     """
-    return load_prompt_file(
+    name = engine.adapters.choose(adapter)
+    file = load_prompt_file(
         path,
-        model_identity(engine),
+        model_identity(engine, name),
         fresh=make_prompt_cache(engine.model),
         probed=engine.kv.probed(),
         max_nbytes=engine.budget.total,
     )
+    engine.adapters.mark(file.cache, name)
+    return file

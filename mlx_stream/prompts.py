@@ -127,3 +127,18 @@ def _one_row(tokens: Any) -> np.ndarray:
         actual=actual,
         remedy="batches are not supported; encode text with Runtime.encode",
     )
+
+
+def next_text(detokenizer: Any | None, token: int, reason: str | None) -> str:
+    """What a token adds to the answer; the last one, with its `reason`, brings what was held back.
+
+    Args:
+        detokenizer: mlx-lm's; None gives no text.
+    """
+    if detokenizer is None:
+        return ""
+    if reason != "stop":
+        detokenizer.add_token(token)
+    if reason is not None:
+        detokenizer.finalize()
+    return detokenizer.last_segment

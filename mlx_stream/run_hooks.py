@@ -29,14 +29,19 @@ from mlx_stream.storage.expert_index import ExpertIndex
 KV_FILE = "prompt-kv.safetensors"
 
 
-def identify(model: Any, index: ExpertIndex) -> ModelIdentity:
-    """What files of this model's prompts are marked with."""
+def identify(model: Any, index: ExpertIndex, adapter: str | None = None) -> ModelIdentity:
+    """What files of this model's prompts are marked with.
+
+    Args:
+        adapter: fingerprint of the one that they are made with.
+    """
     checkpoint = index.checkpoint
+    weights = weights_fingerprint(checkpoint)
     return ModelIdentity(
         model_type=str(checkpoint.config.get("model_type", "unknown")),
         layers=len(make_prompt_cache(model)),
         vocab=model_shape(checkpoint.config, index).vocab,
-        weights=weights_fingerprint(checkpoint),
+        weights=weights if adapter is None else f"{weights}, adapter {adapter}",
     )
 
 
@@ -54,13 +59,17 @@ class RunHooks(PrefillHooks):
         loaded: LoadedModel,
         backend: Backend,
         keep: KeepOptions | None,
+        *,
+        adapter: str | None = None,
     ) -> None:
         self._plan, self._cache = plan, cache
         self._disk: DiskEvictor | None = None
         self._quantizer: QuantizingEvictor | None = None
         self._keeper: PrefillKeeper | None = None
         disk = plan.kv_evict == "disk"
-        identity = identify(loaded.model, loaded.index) if disk or keep is not None else None
+        identity = None
+        if disk or keep is not None:
+            identity = identify(loaded.model, loaded.index, adapter)
         if plan.kv_evict == "quantize":
             self._quantizer = QuantizingEvictor()
         if disk:

@@ -13,6 +13,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import greedy_sampler
 
 from mlx_stream import prompt_caches
+from mlx_stream.adapting import AUTO, Adapter
 from mlx_stream.config import StreamConfig, format_bytes
 from mlx_stream.conversation import Conversation
 from mlx_stream.decode.loop import LogitsProcessor, Sampler
@@ -24,6 +25,7 @@ from mlx_stream.kv.options import PLAIN, KvOptions
 from mlx_stream.kv.prompt_files import PromptFile
 from mlx_stream.prefill.schedule import PrefillPlan
 from mlx_stream.prompts import Prompt, encode_prompt
+from mlx_stream.responses import respond
 from mlx_stream.resume.options import KeepOptions
 from mlx_stream.telemetry import Receipt
 from mlx_stream.timeline import Timeline
@@ -97,10 +99,11 @@ class Runtime:
         cache: list[Any] | None = None,
         *,
         kv: KvOptions = PLAIN,
+        adapter: Adapter = AUTO,
         progress: Progress | None = None,
     ) -> PrefillResult:
         """Run a prompt through the model, reading each expert once; see :meth:`Engine.prefill`."""
-        return self.engine.prefill(tokens, cache, kv=kv, progress=progress)
+        return self.engine.prefill(tokens, cache, kv=kv, adapter=adapter, progress=progress)
 
     def stream_generate(
         self,
@@ -112,6 +115,7 @@ class Runtime:
         prompt_cache: list[Any] | None = None,
         stop_tokens: Sequence[int] = (),
         kv: KvOptions = PLAIN,
+        adapter: Adapter = AUTO,
         progress: Progress | None = None,
         on_prefill: Callable[[PrefillResult], object] | None = None,
         **kv_options: Any,
@@ -124,6 +128,8 @@ class Runtime:
                 greedy.
             prompt_cache: an mlx-lm prompt cache that already holds what came before the prompt.
             stop_tokens: end-of-sequence ids besides the tokenizer's.
+            adapter: file or folder of a low-rank adapter; ``"auto"`` is that of :func:`load`,
+                ``"off"`` or None the base model. A prompt cache is of one adapter.
             kv: how keys and values are kept.
             kv_options: the same by name: max_kv_size, kv_bits, kv_group_size, quantized_kv_start
                 as in mlx-lm, kv_evict, kv_dir.
@@ -131,6 +137,7 @@ class Runtime:
 
         Raises:
             BudgetError, KvCacheError: the prompt cannot run like this; nothing was read.
+            AdapterError: the adapter does not fit this model.
         """
         if not isinstance(max_tokens, int) or (max_tokens < 1 and max_tokens != -1):
             raise MlxStreamError(
@@ -139,7 +146,7 @@ class Runtime:
         kv = KvOptions.of(kv, kv_options)
         ids = self.encode(prompt)
         started = time.perf_counter()
-        result = self.prefill(ids, prompt_cache, kv=kv, progress=progress)
+        result = self.prefill(ids, prompt_cache, kv=kv, adapter=adapter, progress=progress)
         if on_prefill is not None:
             on_prefill(result)
         prompt_tps = len(ids) / (time.perf_counter() - started)
@@ -147,40 +154,8 @@ class Runtime:
         tokens = decode(
             result, ids, sampler=sampler or greedy_sampler, processors=logits_processors
         )
-        yield from self._respond(tokens, len(ids), prompt_tps, max_tokens, frozenset(stop_tokens))
-
-    def _respond(
-        self,
-        tokens: Generator[Any, None, None],
-        prompt_tokens: int,
-        prompt_tps: float,
-        max_tokens: int,
-        stop: frozenset[int],
-    ) -> Generator[GenerationResponse, None, None]:
-        """Turn ``(token, logprobs[, from draft])`` into responses; the last has the reason."""
-        detokenizer = self.tokenizer.detokenizer if self.tokenizer is not None else None
-        ends = stop | frozenset(self.tokenizer.eos_token_ids if self.tokenizer is not None else ())
-        started = time.perf_counter()
-        try:
-            for n, (token, logprobs, *draft) in enumerate(tokens, start=1):
-                reason = "stop" if token in ends else "length" if n == max_tokens else None
-                text = _next_text(detokenizer, token, reason)
-                yield GenerationResponse(
-                    text=text,
-                    token=token,
-                    logprobs=logprobs,
-                    from_draft=bool(draft and draft[0]),
-                    prompt_tokens=prompt_tokens,
-                    prompt_tps=prompt_tps,
-                    generation_tokens=n,
-                    generation_tps=n / max(time.perf_counter() - started, 1e-9),
-                    peak_memory=self.engine.peak_nbytes / 1e9,
-                    finish_reason=reason,
-                )
-                if reason is not None:
-                    return
-        finally:
-            tokens.close()
+        rates = (len(ids), prompt_tps, max_tokens)
+        yield from respond(self.engine, tokens, *rates, frozenset(stop_tokens))
 
     def generate(self, prompt: Prompt, **options: Any) -> str:
         """The whole answer as text; options as :meth:`stream_generate`."""
@@ -192,6 +167,7 @@ class Runtime:
         prompt_cache_file: Path | str | PromptFile | None = None,
         *,
         kv: KvOptions = PLAIN,
+        adapter: Adapter = AUTO,
         template: dict[str, Any] | None = None,
         **kv_options: Any,
     ) -> Conversation:
@@ -200,15 +176,15 @@ class Runtime:
         Args:
             system: the system message, or what comes first where there is no chat template.
             prompt_cache_file: a file of :meth:`Conversation.save` to go on from, or one loaded.
-            kv, kv_options: as for :meth:`stream_generate`.
+            kv, kv_options, adapter: as for :meth:`stream_generate`.
             template: arguments of the chat template.
 
         Raises:
             PromptFileError: the file is damaged, of another model, or without its tokens.
             KvCacheError: the model cannot follow `kv`.
         """
-        kv = KvOptions.of(kv, kv_options)
-        return Conversation(self, system, prompt_cache_file, kv=kv, template=template)
+        options = {"kv": KvOptions.of(kv, kv_options), "adapter": adapter, "template": template}
+        return Conversation(self, system, prompt_cache_file, **options)
 
     def save_prompt_cache(self, path: Path | str, cache: list[Any], tokens: Sequence[int]) -> Path:
         """Write a prompt cache with the `tokens` it holds; mlx-lm can load it.
@@ -218,13 +194,13 @@ class Runtime:
         """
         return prompt_caches.save(self.engine, path, cache, tokens)
 
-    def load_prompt_cache(self, path: Path | str) -> PromptFile:
+    def load_prompt_cache(self, path: Path | str, adapter: Adapter = AUTO) -> PromptFile:
         """A prompt cache from a file of ours or of mlx-lm, checked against this model.
 
         Raises:
-            PromptFileError: damaged, or of another model.
+            PromptFileError: damaged, or of another model or adapter.
         """
-        return prompt_caches.load(self.engine, path)
+        return prompt_caches.load(self.engine, path, adapter)
 
     def close(self) -> None:
         """Release files, threads and memory; safe to call twice."""
@@ -245,21 +221,12 @@ class Runtime:
         )
 
 
-def _next_text(detokenizer: Any | None, token: int, reason: str | None) -> str:
-    if detokenizer is None:
-        return ""
-    if reason != "stop":
-        detokenizer.add_token(token)
-    if reason is not None:
-        detokenizer.finalize()
-    return detokenizer.last_segment
-
-
 def load(
     path_or_repo: str | Path | None = None,
     *,
     memory_budget: int | str | None = None,
     chunk_tokens: int = 2048,
+    group_size: int | None = None,
     backend: str = "auto",
     io: str = "direct",
     throttle: str | None = None,
@@ -270,6 +237,10 @@ def load(
     seed_policy: str = "auto",
     predict: str = "auto",
     hot_list: str | Path | None = None,
+    prerouter: str = "auto",
+    prerouter_spec: str | Path | None = None,
+    adapter: str | Path = AUTO,
+    adapter_scale: float | None = None,
     draft_model: str | Path | None = None,
     num_draft_tokens: int = 3,
 ) -> Runtime:
@@ -279,14 +250,16 @@ def load(
         path_or_repo: folder or hub repository id; None is the embedded demo model.
         memory_budget: bytes, or a string such as ``"4GB"`` (1e9) or ``"4GiB"`` (2**30); None takes
             a safe share of what is free, and ``Runtime.budget_reason`` says which.
-        chunk_tokens: most tokens in one attention chunk.
+        chunk_tokens, group_size: most tokens of an attention chunk, experts of a read group.
         backend: ``"auto"``, ``"metal"``, ``"cuda"`` or ``"cpu"``.
         io: ``"direct"`` bypasses the page cache; ``"buffered"`` goes through it.
         throttle: makes the reads slower, for benchmarks: ``"2GB/s"`` or ``"0.5GB/s:100us"``.
-        verify: ``"first"`` compares the checksum of each expert of a packed folder when it is read
-            first, ``"always"`` at every read, ``"off"`` never.
-        decode_path, cache_policy, seed_policy, predict, hot_list: how tokens are decoded; see
-            :class:`mlx_stream.decode.options.DecodeOptions`.
+        verify: compare packed experts' checksums at ``"first"`` reads, ``"always"`` or ``"off"``.
+        decode_path, cache_policy, seed_policy, predict, hot_list, prerouter, prerouter_spec: how
+            tokens are decoded; see :class:`mlx_stream.decode.options.DecodeOptions`.
+        adapter: low-rank adapter of requests that name none: a safetensors file in the published
+            form or mlx-lm's folder; ``"auto"`` is the Prerouter's own, ``"off"`` none.
+        adapter_scale: alpha / r of a file that nothing beside it tells.
         draft_model: a small model of the same vocabulary for speculative decoding, held in memory.
         num_draft_tokens: tokens that it proposes a step.
 
@@ -297,6 +270,7 @@ def load(
     config = StreamConfig.build(
         memory_budget=memory_budget,
         chunk_tokens=chunk_tokens,
+        group_size=group_size,
         backend=backend,
         io=io,
         throttle=throttle,
@@ -307,6 +281,10 @@ def load(
         seed_policy=seed_policy,
         predict=predict,
         hot_list=None if hot_list is None else str(hot_list),
+        prerouter=prerouter,
+        prerouter_spec=None if prerouter_spec is None else str(prerouter_spec),
+        adapter=str(adapter),
+        adapter_scale=adapter_scale,
     )
     runtime = Runtime(resolve_model(path_or_repo, trust_remote_code=trust_remote_code), config)
     if draft_model is not None:

@@ -11,6 +11,14 @@ import pytest
 Checkpoint = Callable[..., Path]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache_folder(tmp_path_factory) -> Iterator[None]:
+    """Plans must not follow what this machine's user has probed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("xdg")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Checkpoint:
     """``checkpoint(family, **options) -> folder``, written once a session; never modify it."""

@@ -26,7 +26,7 @@ SIBLINGS = EXPERTS
 PLANNER = {"errors", "config", "whole_files", "storage", "hub", "prefill.schedule", "kv.options"}
 KV = SIBLINGS | {"prefill.cache_views", "prefill.hooks", "prefill.schedule"}
 RUNTIME = EXPERTS | {"prefill", "decode", "kv", "planner", "loader", "hub", "prompts", "resume"}
-RUNTIME |= {"prerouter"}
+RUNTIME |= {"prerouter", "adapters"}
 FLAGS = {"click_options", "sampling", "decode_flags", "kv_flags", "keep_flags"}
 COMMANDS = {
     "bench",
@@ -56,6 +56,7 @@ ALLOWED = {
     "backends": STORAGE,
     "experts": BACKENDS,
     "prefill": SIBLINGS,
+    "adapters": EXPERTS,
     "prerouter": EXPERTS,
     "decode": SIBLINGS | {"prerouter"},
     "kv": KV,
@@ -72,10 +73,15 @@ ALLOWED = {
     "plan_runner": RUNTIME | {"run_hooks"},
     "drafting": RUNTIME,
     "prerouting": RUNTIME,
-    "engine": RUNTIME | {"allotment", "decoding", "drafting", "plan_runner", "prerouting"},
-    "prompt_caches": RUNTIME | {"engine", "run_hooks"},
-    "conversation": RUNTIME | {"engine", "prompt_caches"},
-    "runtime": RUNTIME | {"engine", "prompt_caches", "conversation"},
+    "adapting": RUNTIME,
+    "prompt_plans": RUNTIME,
+    "engine": RUNTIME
+    | {"allotment", "decoding", "drafting", "plan_runner", "prerouting", "adapting"}
+    | {"prompt_plans"},
+    "prompt_caches": RUNTIME | {"engine", "run_hooks", "adapting"},
+    "conversation": RUNTIME | {"engine", "prompt_caches", "adapting"},
+    "responses": RUNTIME | {"engine"},
+    "runtime": RUNTIME | {"engine", "prompt_caches", "conversation", "adapting", "responses"},
     "sampling": BASE | {"click_options"},
     "decode_flags": BASE
     | {"click_options", "decode.options", "decode.policy", "decode.seed_policy"},

@@ -6,7 +6,7 @@ Owns the expert cache. The engine says how many bytes it may take.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +21,8 @@ from mlx_stream.decode.options import DecodeOptions, DecodePlan, plan_decode
 from mlx_stream.decode.planar_slots import PlanarSlots, most_slots, one_layout
 from mlx_stream.decode.policy import make_policy
 from mlx_stream.decode.predict import Lookahead
+from mlx_stream.decode.prerouted_reads import PreroutedReads
+from mlx_stream.decode.prerouter import Prerouter
 from mlx_stream.decode.readahead import ReadAhead
 from mlx_stream.decode.seed import PromptSeeder
 from mlx_stream.decode.slots import RecordSlots, SlotStore, record_nbytes
@@ -29,6 +31,7 @@ from mlx_stream.decode.step import DecodeSteps, TakeSnapshot
 from mlx_stream.decode.step_counts import RoutingObserver, StepCounts
 from mlx_stream.errors import CapabilityError
 from mlx_stream.experts.streamed_experts import ExecutorSlot, StreamedExperts
+from mlx_stream.prerouter.opening import OpenPrerouter
 from mlx_stream.storage.read_plan import layer_slot_capacity
 from mlx_stream.storage.reader import Reader
 
@@ -67,12 +70,28 @@ class StreamedModel:
         return [s.mlp for s in self.streamed]
 
 
+@dataclass(frozen=True)
+class Prerouting:
+    """Whether routing is predicted, and by what.
+
+    Attributes:
+        opened: None when it is not.
+        reason: for people.
+        cache_offset: tokens in a prompt cache.
+    """
+
+    opened: OpenPrerouter | None
+    reason: str
+    cache_offset: Callable[[list[Any]], int]
+
+
 class Decoder:
     """Assembled once for an engine. Compute thread only.
 
     Args:
         take_snapshot: how to undo a step on a prompt cache.
         whole_layer: runs a step as prefill runs a prompt.
+        prerouting: None routes every layer by itself.
 
     Raises:
         CapabilityError: the path needs stacked slots, and the layers differ.
@@ -88,6 +107,7 @@ class Decoder:
         *,
         take_snapshot: TakeSnapshot,
         whole_layer: WholeLayer,
+        prerouting: Prerouting | None = None,
     ) -> None:
         self._backend, self._reader, self._loaded = backend, reader, loaded
         self._options = options
@@ -97,7 +117,11 @@ class Decoder:
             self._make_store(), make_policy(options.policy, capacity=1), capacity=1
         )
         self.exact = ExactExecutor(backend, self.cache, StepCounts())
-        self.exact.ahead = self._make_ahead()
+        self.prerouter = self._make_prerouter(prerouting)
+        if self.prerouter is None:
+            self.exact.ahead = self._make_ahead()
+        else:
+            self.plan = replace(self.plan, path="prerouted", reason="trained heads route")
         self._mapped = MappedExecutor(backend, self.cache) if self.plan.stacked else None
         self._hot_list = self._load_hot_list()
         self._token_ahead = self._make_token_ahead()
@@ -112,6 +136,8 @@ class Decoder:
             mapped=self._mapped,
             token_ahead=self._token_ahead,
             whole_layer=whole_layer,
+            prerouter=self.prerouter,
+            prerouter_reason="off" if prerouting is None else prerouting.reason,
         )
         self.observer: RoutingObserver | None = None
 
@@ -226,6 +252,20 @@ class Decoder:
         }
         return ReadAhead(
             self.cache, lookahead, following, top_k=loaded.top_k, always=predict != "auto"
+        )
+
+    def _make_prerouter(self, prerouting: Prerouting | None) -> Prerouter | None:
+        if prerouting is None or prerouting.opened is None:
+            return None
+        loaded = self._loaded
+        reads = PreroutedReads(self.cache, self._reader, self.exact.counts, top_k=loaded.top_k)
+        return Prerouter(
+            prerouting.opened,
+            loaded.slot,
+            loaded.mlps,
+            self.exact,
+            reads,
+            cache_offset=prerouting.cache_offset,
         )
 
     def _make_token_ahead(self) -> TokenAhead | None:

@@ -10,8 +10,8 @@ them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -19,11 +19,38 @@ import numpy as np
 from mlx_stream import interrupts
 from mlx_stream.backends.base import Backend, ChunkInput, ExpertMlp, Fence, LayerComputation
 from mlx_stream.decode.expert_cache import ExpertCache
-from mlx_stream.decode.readahead import ReadAhead
+from mlx_stream.decode.predict import PredictionCounts
 from mlx_stream.decode.slots import Key, Record
 from mlx_stream.decode.step_counts import RoutingObserver, StepCounts
 from mlx_stream.experts.streamed_experts import StreamedExperts
 from mlx_stream.timeline import COMPUTE, Timeline
+
+ChunkWatch = Callable[[ExpertMlp, Sequence[ChunkInput]], None]
+"""Called with a layer and its chunks, in the order of the prompt."""
+
+
+class Ahead(Protocol):
+    """Reads ahead while layers compute; see readahead.py and prerouted_reads.py."""
+
+    counts: PredictionCounts
+
+    @property
+    def active(self) -> bool:
+        """Whether to ask it in this step."""
+
+    def route(self, experts: StreamedExperts, x: mx.array) -> mx.array | None:
+        """Lazy ids ``[T, K]`` to be evaluated with the layer's own, or None."""
+
+    def check(self, mlp: ExpertMlp, needed: Sequence[int]) -> None:
+        """The layer has routed; its experts have not been looked up yet."""
+
+    def start(
+        self, experts: StreamedExperts, guess: mx.array | None, in_use: Collection[Key]
+    ) -> None:
+        """The layer's own reads have begun: begin others."""
+
+    def finish_token(self, read_seconds_each: float) -> None:
+        """The step is over."""
 
 
 class ExactExecutor:
@@ -32,19 +59,24 @@ class ExactExecutor:
     Attributes:
         counts: what the current step cost so far; the caller resets them.
         ahead: reads ahead on predictions, or None.
+        held: records that a miss pushes out only when there is no other slot.
         observer: called with every layer's routing.
+        watch: called with every layer's input and routing while a prompt runs through.
     """
 
     def __init__(self, backend: Backend, cache: ExpertCache, counts: StepCounts) -> None:
         self._backend = backend
         self._cache = cache
         self.counts = counts
-        self.ahead: ReadAhead | None = None
+        self.ahead: Ahead | None = None
+        self.held: Collection[Key] = frozenset()
         self.observer: RoutingObserver | None = None
+        self.watch: ChunkWatch | None = None
         self.timeline: Timeline | None = None
         # Work that may still run on the device, and the records it reads.
         self._fences: list[Fence] = []
         self._in_use: set[Key] = set()
+        self._added = 0  # records of the layer that computed
 
     def __call__(self, experts: StreamedExperts, x: mx.array, indices: mx.array) -> Any:
         interrupts.check()
@@ -56,11 +88,37 @@ class ExactExecutor:
         self.counts.syncs += 1
         self._settle(expected=True)
         ids = np.array(flat_ids, copy=True)
+        y = self._run(experts, flat_x, ids, guess, ahead)
+        return y.reshape(*indices.shape, y.shape[-1])
+
+    def given(self, experts: StreamedExperts, x: mx.array, ids: np.ndarray) -> mx.array:
+        """``[..., K, D]`` for routing ``ids [T, K]`` that the host knows: nothing is read back."""
+        interrupts.check()
+        flat_x = x.reshape(-1, x.shape[-1])
+        if "planes" not in self._backend.capabilities:  # the host computes
+            mx.eval(flat_x)
+            self.counts.syncs += 1
+            self._settle(expected=True)
+        y = self._run(experts, flat_x, ids, None, self.ahead)
+        self.counts.dropped_experts += len(np.unique(ids)) - self._added
+        return y.reshape(*x.shape[:-1], ids.shape[-1], y.shape[-1])
+
+    def _run(
+        self,
+        experts: StreamedExperts,
+        flat_x: mx.array,
+        ids: np.ndarray,
+        guess: mx.array | None,
+        ahead: Ahead | None,
+    ) -> mx.array:
         if self.observer is not None:
             self.observer(experts.mlp.layer.index, ids, False)
         chunk = ChunkInput(flat_x, ids, None)
+        if self.watch is not None:
+            self.watch(experts.mlp, [chunk])
         computation = self._backend.begin_decode(experts.mlp, chunk)
         needed = np.unique(ids).tolist()
+        self._added = 0
         try:
             if ahead is not None:
                 ahead.check(experts.mlp, needed)
@@ -71,7 +129,7 @@ class ExactExecutor:
             self._in_use.clear()
             raise
         (y,) = computation.outputs()
-        return y.reshape(*indices.shape, y.shape[-1])
+        return y
 
     def finish_step(self) -> None:
         """After the step's logits were evaluated: nothing is in use any more."""
@@ -83,7 +141,7 @@ class ExactExecutor:
         needed: Sequence[int],
         computation: LayerComputation,
         guess: mx.array | None,
-        ahead: ReadAhead | None,
+        ahead: Ahead | None,
     ) -> None:
         """Hits compute while misses are read; slots are reused when the cache is small."""
         mlp = experts.mlp
@@ -119,7 +177,9 @@ class ExactExecutor:
         """Start as many reads as there are slots; takes them off `misses`."""
         started: list[Record] = []
         while misses:
-            record = self._cache.start_read(mlp, misses[0], self._in_use)
+            record = self._cache.start_read(mlp, misses[0], self._in_use.union(self.held))
+            if record is None and self.held:
+                record = self._cache.start_read(mlp, misses[0], self._in_use)
             if record is None:
                 break
             misses.pop(0)
@@ -146,6 +206,7 @@ class ExactExecutor:
         self, mlp: ExpertMlp, computation: LayerComputation, records: Sequence[Record]
     ) -> None:
         fence = computation.add(self._cache.store.groups(mlp, records))
+        self._added += len(records)
         if fence.passed():
             self._in_use.difference_update(r.key for r in records)
         else:

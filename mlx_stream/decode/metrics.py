@@ -36,6 +36,12 @@ class StepMetrics:
         routed_in_predicted: experts that the router chose in the layers where lookahead ran.
         wasted_bytes: read for predicted experts that the router then did not choose.
         redone: steps computed again on the exact path, because an expert was missing.
+        predicted_layer_steps: layers whose routing was a Prerouter's prediction.
+        checked_experts: predicted experts that were compared with the real router, in every
+            so many steps.
+        agreed_experts: of these, those that the real router also chose.
+        waits_avoided: predicted experts whose read, begun ahead, was over when their layer came.
+        dropped_experts: experts that a predicted layer left out. Must be 0.
         cache_bytes: held by the expert cache after the step.
         wall_seconds: the whole step.
     """
@@ -53,6 +59,11 @@ class StepMetrics:
     routed_in_predicted: int = 0
     wasted_bytes: int = 0
     redone: int = 0
+    predicted_layer_steps: int = 0
+    checked_experts: int = 0
+    agreed_experts: int = 0
+    waits_avoided: int = 0
+    dropped_experts: int = 0
     cache_bytes: int = 0
     wall_seconds: float = 0.0
 
@@ -77,6 +88,11 @@ class DecodeTotals:
     routed_in_predicted: int = 0
     wasted_bytes: int = 0
     redone: int = 0
+    predicted_layer_steps: int = 0
+    checked_experts: int = 0
+    agreed_experts: int = 0
+    waits_avoided: int = 0
+    dropped_experts: int = 0
     wall_seconds: float = 0.0
     paths: dict[str, int] = field(default_factory=dict)
 
@@ -122,6 +138,11 @@ class DecodeTotals:
         return _ratio(self.wasted_bytes, self.bytes_read)
 
     @property
+    def agreement(self) -> float:
+        """Share of the checked predicted experts that the real router also chose."""
+        return _ratio(self.agreed_experts, self.checked_experts)
+
+    @property
     def syncs_per_token(self) -> float:
         """Host waits for the device, for one token."""
         return _ratio(self.syncs, self.tokens)
@@ -138,9 +159,11 @@ class DecodeMetrics:
 
     Args:
         history: steps kept for percentiles.
+        prerouter: whether routing is predicted, and why; for people.
     """
 
-    def __init__(self, history: int = HISTORY_STEPS) -> None:
+    def __init__(self, history: int = HISTORY_STEPS, *, prerouter: str = "off") -> None:
+        self.prerouter = prerouter
         self._lock = threading.Lock()
         self._totals = DecodeTotals()
         self._history: deque[StepMetrics] = deque(maxlen=history)
@@ -191,6 +214,7 @@ class DecodeMetrics:
             "wall_p50": _percentile(history, 50),
             "wall_p99": _percentile(history, 99),
             "history_steps": len(history),
+            "prerouter": self.prerouter,
             "last": dataclasses.asdict(history[-1]) if history else None,
         }
 
@@ -228,7 +252,15 @@ class DecodeMetrics:
             ("recall", f"{t.prediction_recall:.1%} of {t.routed_in_predicted} routed"),
             ("precision", f"{t.prediction_precision:.1%}"),
             ("wasted", f"{format_bytes(t.wasted_bytes)}, {t.wasted_share:.1%} of the bytes"),
+            ("prerouter", self.prerouter),
         ]
+        if t.predicted_layer_steps:
+            rows += [
+                ("prerouted", f"{t.predicted_layer_steps} layer-steps"),
+                ("agreement", f"{t.agreement:.1%} of {t.checked_experts} checked experts"),
+                ("waits avoided", f"{t.waits_avoided}"),
+                ("dropped", f"{t.dropped_experts} experts"),
+            ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

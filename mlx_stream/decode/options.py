@@ -11,6 +11,7 @@ from mlx_stream.decode.seed_policy import DEFAULT_SEED_POLICY, SEED_POLICIES
 
 PATHS = ("auto", "exact", "staged", "hot", "whole-layer")
 PREDICTORS = ("auto", "off", "lookahead", "previous")
+PREROUTER_MODES = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class DecodeOptions:
         seed: which experts prefill leaves in the cache.
         predict: reads ahead for the exact path. ``auto`` is lookahead while it pays.
         hot_list: file with experts to keep besides the seed (see hot_list.py).
+        prerouter: whether trained heads route. ``auto``: where the checkpoint was trained for it.
+        prerouter_spec: file that stands for the checkpoint's own spec; its heads are beside it.
     """
 
     path: str = "auto"
@@ -33,6 +36,8 @@ class DecodeOptions:
     seed: str = DEFAULT_SEED_POLICY
     predict: str = "auto"
     hot_list: Path | None = None
+    prerouter: str = "auto"
+    prerouter_spec: Path | None = None
 
     @classmethod
     def of(cls, config: StreamConfig) -> DecodeOptions:
@@ -47,11 +52,14 @@ class DecodeOptions:
             seed=DEFAULT_SEED_POLICY if config.seed_policy == "auto" else config.seed_policy,
             predict=config.predict,
             hot_list=None if config.hot_list is None else Path(config.hot_list),
+            prerouter=config.prerouter,
+            prerouter_spec=None if config.prerouter_spec is None else Path(config.prerouter_spec),
         )
         _one_of("decode path", PATHS, options.path)
         _one_of("cache policy", POLICIES, options.policy)
         _one_of("seed policy", SEED_POLICIES, options.seed)
         _one_of("prediction", PREDICTORS, options.predict)
+        _one_of("Prerouter mode", PREROUTER_MODES, options.prerouter)
         return options
 
 
@@ -61,7 +69,8 @@ class DecodePlan:
 
     Attributes:
         path: ``"exact"``, ``"hot"``, ``"staged"``, ``"whole-layer"``; ``"adaptive"`` is exact until
-            everything needed has been in memory for some tokens, then hot.
+            everything needed has been in memory for some tokens, then hot; ``"prerouted"`` is
+            exact, with the routing of some layers predicted.
         reason: for people.
         stacked: whether cached experts lie in stacked slots.
     """

@@ -118,6 +118,10 @@ class PlanarSlots:
         self._bounced.append(arrival)
         return Record(key, slot, None, arrival, read_nbytes=read.read_nbytes)
 
+    def may_read_ahead(self) -> bool:
+        """Whether a bounce buffer is free, where reads need one."""
+        return self._reader.align == 1 or bool(self._bounces) or self._bounces_made < BOUNCES
+
     def copy_in(
         self, mlp: ExpertMlp, expert: int, read: GroupRead, source: HostBuffer, slot: int
     ) -> Record:

@@ -41,6 +41,19 @@ _COUNTERS = (
         "Experts routed to in the layers where lookahead ran.",
     ),
     ("decode_wasted_bytes_total", "wasted_bytes", "Bytes read for wrong predictions."),
+    (
+        "decode_predicted_layer_steps_total",
+        "predicted_layer_steps",
+        "Layers whose routing was a Prerouter's prediction.",
+    ),
+    (
+        "decode_checked_experts_total",
+        "checked_experts",
+        "Predicted experts compared with the real router.",
+    ),
+    ("decode_agreed_experts_total", "agreed_experts", "Of these, those that it also chose."),
+    ("decode_waits_avoided_total", "waits_avoided", "Predicted experts read in time."),
+    ("decode_dropped_experts_total", "dropped_experts", "Predicted experts left out; 0."),
 )
 # (name, attribute of Receipt, help)
 _GAUGES = (

@@ -99,6 +99,9 @@ class SlotStore(Protocol):
     def start_read(self, mlp: ExpertMlp, expert: int, slot: Any) -> Record:
         """Begin to read an expert into a slot."""
 
+    def may_read_ahead(self) -> bool:
+        """Whether another read can begin without waiting for one that runs."""
+
     def copy_in(
         self, mlp: ExpertMlp, expert: int, read: GroupRead, source: HostBuffer, slot: Any
     ) -> Record:
@@ -165,6 +168,10 @@ class RecordSlots:
         ticket = self._reader.submit(read.ops, slot.array, read.checks)
         key = (mlp.layer.index, expert)
         return Record(key, slot, published, ticket, read_nbytes=read.read_nbytes)
+
+    def may_read_ahead(self) -> bool:
+        """Always: every slot is its own target."""
+        return True
 
     def copy_in(
         self, mlp: ExpertMlp, expert: int, read: GroupRead, source: HostBuffer, slot: HostBuffer

@@ -19,9 +19,10 @@ from mlx_stream.decode.expert_cache import ExpertCache
 from mlx_stream.decode.mapped import MappedExecutor
 from mlx_stream.decode.metrics import DecodeMetrics, StepMetrics
 from mlx_stream.decode.options import DecodePlan
+from mlx_stream.decode.prerouter import Prerouter
 from mlx_stream.decode.staged import TokenAhead
 from mlx_stream.experts.streamed_experts import ExecutorSlot, set_executor
-from mlx_stream.storage.reader import Reader
+from mlx_stream.storage.reader import ReadCounters, Reader
 from mlx_stream.timeline import COMPUTE
 
 STREAK = 8  # tokens without a miss before `auto` bets on the next one
@@ -53,25 +54,35 @@ class DecodeSteps:
         mapped: MappedExecutor | None = None,
         token_ahead: TokenAhead | None = None,
         whole_layer: Callable[[mx.array, list[Any]], mx.array] | None = None,
+        prerouter: Prerouter | None = None,
+        prerouter_reason: str = "off",
     ) -> None:
         self.plan = plan
-        self.metrics = DecodeMetrics()
+        self.metrics = DecodeMetrics(prerouter=prerouter_reason)
         self.request: DecodeMetrics | None = None  # counts along, for one request
         self._model, self._slot, self._reader = model, slot, reader
         self._cache, self._exact, self._mapped = cache, exact, mapped
         self._token_ahead, self._whole_layer = token_ahead, whole_layer
+        self._prerouter = prerouter
         self._take_snapshot = take_snapshot
         self._streak = 0
+        self._counted: ReadCounters | None = None  # what earlier steps have accounted for
+
+    def begin_prompt(self) -> None:
+        """What is read from now on is a prompt's, not a step's."""
+        self._counted = None
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """``tokens [1, T]`` -> evaluated logits ``[T, V]``; the prompt cache moves on by T."""
         counts = self._exact.counts
         counts.reset()
-        started, reads, before = time.perf_counter(), self._reader.counters, self._snapshot()
+        started, before = time.perf_counter(), self._snapshot()
+        reads = self._counted or self._reader.counters  # reads ahead go on between steps
         path, logits = self._run(tokens, cache)
         self._note(path, started)
         self._cache.policy.tick()
         wall, after = time.perf_counter() - started, self._reader.counters
+        self._counted = after
         hits, misses, *predicted = (b - a for a, b in zip(before, self._snapshot(), strict=True))
         self._streak = 0 if misses else self._streak + 1
         self._close_accounts(after, reads)
@@ -90,6 +101,11 @@ class DecodeSteps:
                 predicted_used=predicted[1],
                 routed_in_predicted=predicted[2],
                 wasted_bytes=predicted[3],
+                predicted_layer_steps=counts.predicted_layer_steps,
+                checked_experts=counts.checked_experts,
+                agreed_experts=counts.agreed_experts,
+                waits_avoided=counts.waits_avoided,
+                dropped_experts=counts.dropped_experts,
                 cache_bytes=self._cache.nbytes,
                 wall_seconds=wall,
             )
@@ -107,6 +123,8 @@ class DecodeSteps:
             self.request.add(step)
 
     def _run(self, tokens: mx.array, cache: list[Any]) -> tuple[str, mx.array]:
+        if self._prerouter is not None:
+            return self._prerouter(self._model, tokens, cache)
         if self.plan.path == "whole-layer":
             assert self._whole_layer is not None
             self._exact.counts.syncs += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -19,15 +19,26 @@ class StepCounts:
         syncs: times the host waited for the device.
         stall_seconds: the host waited for the disk.
         redone: the step was taken again on the exact path.
+        predicted_layer_steps: layers whose routing was a Prerouter's prediction.
+        checked_experts: predicted experts that were compared with the real router.
+        agreed_experts: of these, those that it also chose.
+        waits_avoided: predicted experts that had been read when their layer came.
+        dropped_experts: routed experts of predicted layers that were left out; must be 0.
     """
 
     syncs: int = 0
     stall_seconds: float = 0.0
     redone: int = 0
+    predicted_layer_steps: int = 0
+    checked_experts: int = 0
+    agreed_experts: int = 0
+    waits_avoided: int = 0
+    dropped_experts: int = 0
 
     def reset(self) -> None:
         """Back to zero."""
-        self.syncs, self.stall_seconds, self.redone = 0, 0.0, 0
+        for field in fields(self):
+            setattr(self, field.name, field.default)
 
 
 @dataclass

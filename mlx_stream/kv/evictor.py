@@ -7,6 +7,7 @@ the next segment, or decode. Windows and recurrent states do not grow with the p
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,7 @@ class DiskEvictor(PrefillHooks):
     def end_segment(self, number: int, segment: Segment, cache: list[Any]) -> None:
         """See PrefillHooks."""
         self._evict(cache, self._past + segment.stop)
-        if self._previous is not None:
-            self._previous.close()
+        _close(self._previous)
         self._previous, self._file = self._file, None  # the next segment writes all rows anew
 
     def _evict(self, cache: list[Any], done: int) -> None:
@@ -162,9 +162,15 @@ class DiskEvictor(PrefillHooks):
     def close(self) -> None:
         """Remove what was not finished; caches that are still in the file are lost."""
         for file in (self._file, self._previous):
-            if file is not None:
-                file.close()
+            _close(file)
         self._file = self._previous = None
+
+
+def _close(file: ArrayFile | None) -> None:
+    """On a disk that became read-only its name stays; the next prompt removes it."""
+    if file is not None:
+        with suppress(OSError):
+            file.close()
 
 
 def _stored_state(cache: Any) -> Any:

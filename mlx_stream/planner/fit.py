@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from mlx_stream.config import format_bytes
 from mlx_stream.errors import BudgetError
 from mlx_stream.kv.options import PLAIN, KvOptions
+from mlx_stream.planner.group_size import ASKED, GroupSize, sizes_to_try
 from mlx_stream.planner.kv_size import KvSize, kv_size, live_layers
 from mlx_stream.planner.model_shape import ModelShape
 from mlx_stream.prefill.schedule import (
@@ -28,7 +29,7 @@ from mlx_stream.storage.read_plan import slot_capacity
 # A suspended chunk keeps its residual, its normed input and its output, and a few views of them:
 # 4.1 hidden vectors per token were measured on qwen3_moe, the largest plain family 5.0.
 HELD_VECTORS = 4.5
-TARGET_GROUP_NBYTES = 48 << 20
+TARGET_GROUP_NBYTES = 48 << 20  # without a probe: large requests in every layout measured so far
 MIN_SLOTS = 2
 SMALL_CHUNK = 64
 DIRECT_ALIGN = 4096  # the largest block that file systems ask of cache-bypassing reads
@@ -56,6 +57,7 @@ class Traits:
         kv: how keys and values are kept.
         cache_overhead: bytes that the expert cache takes besides its records.
         kv_window: tokens that the largest sliding window or attention chunk keeps; 0 without.
+        group: experts of a read group; None takes about TARGET_GROUP_NBYTES.
     """
 
     itemsize: int
@@ -68,14 +70,19 @@ class Traits:
     kv: KvOptions = PLAIN
     cache_overhead: int = 0
     kv_window: int = 0
+    group: GroupSize | None = None
 
 
 @dataclass(frozen=True)
 class _Choice:
     segment_tokens: int
     chunk_tokens: int
-    group_size: int
+    group: GroupSize
     slots: int
+
+    @property
+    def group_size(self) -> int:
+        return self.group.experts
 
 
 def plan_prefill(
@@ -98,7 +105,7 @@ def plan_prefill(
     """
     asked = min(chunk_tokens, prompt_tokens)
     smallest = None
-    for segment, chunk, group in _candidates(index, prompt_tokens, asked):
+    for segment, chunk, group in _candidates(index, traits, prompt_tokens, asked):
         choice = _Choice(segment, chunk, group, MIN_SLOTS)
         kv = _kv(index, shape, traits, choice, prompt_tokens, past_tokens)
         memory = _memory(index, shape, traits, choice, prompt_tokens, past_tokens, budget, kv)
@@ -107,13 +114,15 @@ def plan_prefill(
         if smallest is None or memory.total < smallest.total:
             smallest = memory
     assert smallest is not None
+    asked_group = traits.group is not None and traits.group.source == ASKED
     raise BudgetError(
         f"a prompt of {prompt_tokens} tokens does not fit the memory budget",
         file=index.checkpoint.path,
         expected=f"at least {format_bytes(smallest.total)}",
         actual=f"{format_bytes(budget)}\n" + "\n".join(smallest.lines()),
         remedy=f"set memory_budget to {format_bytes(smallest.total * 1.02)} or more, "
-        "or shorten the prompt",
+        + ("take a smaller group_size, " if asked_group else "")
+        + "or shorten the prompt",
     )
 
 
@@ -141,14 +150,14 @@ def require_room(index: ExpertIndex, shape: ModelShape, traits: Traits, budget: 
 
 
 def _candidates(
-    index: ExpertIndex, prompt_tokens: int, asked: int
-) -> Iterator[tuple[int, int, int]]:
-    """``(segment_tokens, chunk_tokens, group_size)`` from best to most frugal."""
+    index: ExpertIndex, traits: Traits, prompt_tokens: int, asked: int
+) -> Iterator[tuple[int, int, GroupSize]]:
+    """``(segment_tokens, chunk_tokens, group)`` from best to most frugal."""
     segment = prompt_tokens
     while True:
         chunk = min(asked, segment)
         while True:
-            for group in _group_sizes(index):
+            for group in sizes_to_try(index, traits.group, TARGET_GROUP_NBYTES):
                 yield segment, chunk, group
             if chunk <= SMALL_CHUNK:
                 break
@@ -156,18 +165,6 @@ def _candidates(
         if segment <= SMALL_CHUNK:
             return
         segment = max(SMALL_CHUNK, -(-segment // 2))
-
-
-def _group_sizes(index: ExpertIndex) -> list[int]:
-    """Group sizes from the target size down to single experts, by halves."""
-    largest = max(layer.expert_nbytes for layer in index.layers)
-    experts = max(layer.num_experts for layer in index.layers)
-    group = max(1, min(experts, TARGET_GROUP_NBYTES // largest))
-    sizes = []
-    while group >= 1:
-        sizes.append(group)
-        group //= 2
-    return sizes
 
 
 def _memory(
@@ -268,6 +265,7 @@ def _finish(
             for layer in index.layers
         ),
         group_size=choice.group_size,
+        group_source=choice.group.source,
         slots=slots,
         slot_nbytes=slot_nbytes,
         memory=replace(memory, staging=slots * slot_nbytes, expert_cache=cache),

@@ -105,7 +105,7 @@ class MachineProfile:
         wanted = READER_DEPTH if depth is None else depth
         nearest = min({r.depth for r in rates}, key=lambda d: abs(math.log(d / wanted)))
         points = [(r.nbytes, r.bytes_per_second) for r in rates if r.depth == nearest]
-        return _interpolate(points, nbytes)
+        return interpolate(points, nbytes)
 
     def flops(
         self, kind: str, rows: float, format: str, dims: Sequence[int] | None = None
@@ -124,7 +124,7 @@ class MachineProfile:
         for rate in rates:
             by_size.setdefault(rate.size, []).append((rate.rows, rate.flops_per_second))
         size = max(by_size) if dims is None else math.prod(dims)
-        return _interpolate([(s, _interpolate(p, rows)) for s, p in by_size.items()], size)
+        return interpolate([(s, interpolate(p, rows)) for s, p in by_size.items()], size)
 
     def spread(self, kind: str) -> float:
         """Median of the spreads of a kind; 0 when nothing was measured."""
@@ -233,7 +233,7 @@ def _number(format: str) -> int:
     return 1
 
 
-def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
+def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
     """Between the nearest points, straight in both logarithms; beyond them, the last one's."""
     ordered = sorted(points)
     if at <= ordered[0][0]:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from mlx_stream.errors import BudgetError, MlxStreamError
 from mlx_stream.planner.fit import DIRECT_ALIGN, Traits, plan_prefill
+from mlx_stream.planner.group_size import GroupSize, wanted_group
+from mlx_stream.planner.machine_profile import MachineProfile
 from mlx_stream.planner.model_headers import open_headers
 from mlx_stream.planner.model_shape import ModelShape, model_shape
 from mlx_stream.prefill.schedule import PrefillPlan
@@ -26,12 +28,14 @@ class ModelOutline:
 
     Attributes:
         itemsize: bytes of an activation value.
+        group: experts of a read group; None takes the default.
     """
 
     checkpoint: Checkpoint
     index: ExpertIndex
     shape: ModelShape
     itemsize: int
+    group: GroupSize | None = None
 
     def plan(self, prompt_tokens: int, *, budget: int, chunk_tokens: int) -> PrefillPlan:
         """The prefill plan for a prompt length.
@@ -49,6 +53,7 @@ class ModelOutline:
             resident=self.resident_nbytes,
             scratch=SCRATCH_NBYTES,
             align=DIRECT_ALIGN,
+            group=self.group,
         )
         return plan_prefill(
             self.index,
@@ -102,6 +107,8 @@ def open_outline(
     *,
     revision: str | None = None,
     itemsize: int = 4,
+    group_size: int | None = None,
+    profile: MachineProfile | None = None,
     progress: Progress | None = None,
 ) -> ModelOutline:
     """Read headers and config of a folder or, without a download, of a hub repository.
@@ -109,6 +116,7 @@ def open_outline(
     Args:
         itemsize: bytes of an activation value: 4 on the CPU backend, 2 for a 16-bit checkpoint
             on a GPU.
+        group_size: experts of a read group; None goes by the profile, where there is one.
 
     Raises:
         CheckpointError: the checkpoint cannot be streamed.
@@ -116,4 +124,5 @@ def open_outline(
     """
     checkpoint = open_headers(path_or_repo, revision=revision, progress=progress)
     index = build_expert_index(checkpoint)
-    return ModelOutline(checkpoint, index, model_shape(checkpoint.config, index), itemsize)
+    group = wanted_group(index, profile, asked=group_size, align=DIRECT_ALIGN)
+    return ModelOutline(checkpoint, index, model_shape(checkpoint.config, index), itemsize, group)

@@ -73,6 +73,7 @@ class LayerMajorPrefill:
         fallback: executor for expert calls outside a chunk.
         progress: called after every layer, and must not raise.
         hooks: look on, and may start the prefill further on.
+        watch: called with every layer and its chunks, before they are computed.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class LayerMajorPrefill:
         seeder: ExpertSeeder | None = None,
         progress: Callable[[PrefillProgress], None] | None = None,
         hooks: PrefillHooks | None = None,
+        watch: Callable[[ExpertMlp, Sequence[ChunkInput]], None] | None = None,
     ) -> None:
         self._model = model
         self._streamed = list(streamed)
@@ -99,6 +101,7 @@ class LayerMajorPrefill:
         self._seeder = seeder
         self._progress = progress
         self._hooks = hooks or PrefillHooks()
+        self._watch = watch
         self._first = (0, 0)  # segment and expert layer to start with
         self._past = 0  # tokens in the cache before the prompt
         self._timeline = reader.timeline
@@ -218,6 +221,8 @@ class LayerMajorPrefill:
         indices = [a.indices for a in arrivals]
         used = np.unique(np.concatenate([i.reshape(-1) for i in indices]))
         chunks = [ChunkInput(a.x, a.indices, a.scores) for a in arrivals]
+        if self._watch is not None:
+            self._watch(mlp, chunks)
         computation = self._backend.begin_layer(mlp, chunks)
         self.counts.add(mlp, used)
         groups = len(plan.layers[layer].groups)

@@ -6,6 +6,13 @@ from dataclasses import dataclass
 
 from mlx_stream.config import format_bytes
 
+GROUP_SOURCES = {
+    "asked": "as asked",
+    "probe": "by probed read rates",
+    "default": "by default, not probed",
+    "memory": "to fit the budget",
+}
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -78,6 +85,8 @@ class PrefillPlan:
             that the prompt routes to, after routing (short prompts).
         chunk_tokens: tokens of one attention chunk; at most what was asked for.
         group_size: G, experts in one read group.
+        group_source: why so many: "asked", "probe" (measured read rates), "default" (about as
+            many bytes on any machine), or "memory" (fewer, to fit the budget).
         slots: staging slots of `slot_nbytes` each.
         layers: the reads of one segment.
         memory: where the budget goes.
@@ -104,6 +113,7 @@ class PrefillPlan:
     kv_stored: int = 0
     kv_decode: int = 0
     kv_layered: bool = False
+    group_source: str = "default"
 
     @property
     def expert_nbytes(self) -> int:
@@ -129,7 +139,8 @@ class PrefillPlan:
                 f"  mode         {self.mode}: {len(self.segments)} segment(s), chunks of "
                 f"{self.chunk_tokens} tokens",
                 f"  reads        {format_bytes(self.planned_read_nbytes)} in {len(self.layers)} "
-                f"expert layers x {groups} groups of {self.group_size} experts",
+                f"expert layers x {groups} groups of {self.group_size} experts"
+                f" ({GROUP_SOURCES[self.group_source]})",
                 f"  staging      {self.slots} slots of {format_bytes(self.slot_nbytes)}: {staging}",
                 f"memory, of a budget of {format_bytes(self.memory.budget)}",
                 *self.memory.lines(),

@@ -124,6 +124,7 @@ class PrefillKeeper(PrefillHooks):
         assert self._folder is not None
         fresh = self._of.make_cache()
         found = Checkpoint.read(self._folder, content, self._boundaries)
+        found.require_chunks(self._plan, len(cache))
         finished = set(self._layers.finished(found.boundary))
         entries = {n for n, entry in enumerate(cache) if entry is not None}
         found.require_entries(entries if found.segment else entries & finished)
@@ -170,8 +171,13 @@ class PrefillKeeper(PrefillHooks):
 
     def finish(self) -> None:
         """The prompt is through: its checkpoints are of no use any more."""
-        if self._folder is not None:
-            self._folder.clear()
+        try:
+            if self._folder is not None:
+                self._folder.clear()
+        except (OSError, ResumeError) as error:  # the answer is there, and was asked for
+            reason = " ".join(str(error).split())[:200]
+            self.notes.append(f"the checkpoints cannot be removed: {reason}")
+            log.warning(self.notes[-1])
 
     def close(self) -> None:
         """Put the model's layers back, and release the folder; checkpoints stay in it."""

@@ -12,10 +12,16 @@ import mlx.nn as nn
 from mlx_stream.errors import ResumeError
 from mlx_stream.experts.streamed_experts import ExecutorSlot, StreamedExperts
 from mlx_stream.prefill.boundary import Kept
+from mlx_stream.prefill.schedule import PrefillPlan
+from mlx_stream.resume.forms import changed_forms, output_form, seen_forms
 from mlx_stream.resume.kept_caches import restore_cache
 from mlx_stream.resume.store import CheckpointFolder
 
 START = -1  # the boundary in front of all layers
+DTYPES = (
+    *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "complex64"),
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Checkpoint:
             )
             if made.boundary != START:
                 made._read_held(content["held"])
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (LookupError, TypeError, ArithmeticError, ValueError, AttributeError) as error:
             raise _foreign(folder, "a complete checkpoint", type(error).__name__) from error
         if made.boundary not in (START, *boundaries):
             where = f"a boundary at one of the layers {list(boundaries)}"
@@ -88,12 +94,29 @@ class Checkpoint:
         return made
 
     def _read_held(self, held: dict[str, Any]) -> None:
-        arrays = self.folder.load(held["files"][0])
-        self.kept = [
-            Kept(output, changed, [arrays[f"{n}.{k}"] for k in range(count)])
-            for n, (output, changed, count) in enumerate(held["chunks"])
-        ]
+        name = held["files"][0]
+        if name not in self.sums:
+            raise ValueError("a file without a checksum")
+        arrays = self.folder.load(name)
+        for n, (output, changed, count) in enumerate(held["chunks"]):
+            own = [arrays[f"{n}.{k}"] for k in range(min(int(count), len(arrays) + 1))]
+            if not (output_form(output, len(own)) and changed_forms(changed, len(own))):
+                raise ValueError("a form of a layer's output")
+            self.kept.append(Kept(output, changed, own))
         self.seen = held["seen"]
+        if not all(seen_forms(seen, DTYPES) for seen in self.seen):
+            raise ValueError("a form of what a chunk saw")
+
+    def require_chunks(self, plan: PrefillPlan, entries: int) -> None:
+        """Refuse a checkpoint of other segments, chunks or cache entries. Raises ResumeError."""
+        if not 0 <= self.segment < len(plan.segments):
+            raise _foreign(self.folder, f"{len(plan.segments)} segments", self.segment)
+        if self.boundary == START:
+            return
+        chunks = len(plan.segments[self.segment].chunks)
+        found = (len(self.kept), [len(seen) for seen in self.seen])
+        if found != (chunks, [entries] * chunks):
+            raise _foreign(self.folder, f"{chunks} chunks of {entries} caches", found)
 
     def require_entries(self, entries: set[int]) -> None:
         """Refuse a checkpoint that does not hold exactly these entries. Raises ResumeError."""

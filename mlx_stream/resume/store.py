@@ -41,7 +41,8 @@ class CheckpointFolder:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._lock = os.open(folder / ".lock", flags, 0o600)
         except OSError as error:
             raise self._error("cannot be used", actual=error.strerror or str(error)) from error
         try:
@@ -53,8 +54,12 @@ class CheckpointFolder:
                 actual=error.strerror or str(error),
                 remedy="wait for it, or choose another folder",
             ) from error
-        for path in self._matching(_TEMPORARIES):
-            path.unlink(missing_ok=True)  # of a process that was killed
+        try:
+            for path in self._matching(_TEMPORARIES):
+                path.unlink(missing_ok=True)  # of a process that was killed
+        except (OSError, ResumeError) as error:
+            self.close()
+            raise self._error("cannot be used", actual=_reason(error)) from error
 
     def close(self) -> None:
         """Give the folder back."""
@@ -101,7 +106,10 @@ class CheckpointFolder:
 
     def require_room(self, nbytes: int) -> None:
         """Refuse to begin what the disk cannot hold. Raises ResumeError."""
-        free = shutil.disk_usage(self.folder).free
+        try:
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            raise self._error("cannot be looked at", actual=_reason(error)) from error
         if free < nbytes + SPARE_NBYTES:
             raise self._error(
                 "has no room for the checkpoints of this prompt",
@@ -112,8 +120,11 @@ class CheckpointFolder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of our files."""
-        return sum(path.stat().st_size for path in self._matching(_OURS))
+        """Bytes of our files. Raises ResumeError."""
+        try:
+            return sum(path.stat().st_size for path in self._matching(_OURS))
+        except OSError as error:
+            raise self._error("cannot be looked at", actual=_reason(error)) from error
 
     # --- reading
 
@@ -152,14 +163,18 @@ class CheckpointFolder:
             content = json.loads(text)
             files = content["files"]
             good = all(_OURS.fullmatch(name) and len(entry) == 2 for name, entry in files.items())
+            good = good and content["format"] == FORMAT
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(path.name, "a manifest", str(error)) from error
-        if not good or content["format"] != FORMAT:
+        if not good:
             raise self._damaged(path.name, f"format {FORMAT}", content.get("format"))
         return content
 
     def _verify(self, name: str, wanted: FileSum) -> None:
         try:
+            nbytes = (self.folder / name).stat().st_size
+            if nbytes != wanted.nbytes:  # said before anything of that size is read
+                raise self._damaged(name, f"{wanted.nbytes} bytes", f"{nbytes} bytes")
             found = file_sum(self.folder / name)
         except OSError as error:
             raise self._damaged(name, "a readable file", error.strerror or str(error)) from error
@@ -167,10 +182,15 @@ class CheckpointFolder:
             raise self._damaged(name, f"{wanted.nbytes} bytes, as they were written", "others")
 
     def _manifests(self) -> list[Path]:
-        return sorted(self.folder.glob("manifest-*.json"))
+        """Ours, oldest first; whatever else is named like one stays as it is."""
+        ours = [p for p in self._matching(_OURS) if p.suffix == ".json"]
+        return sorted(ours, key=lambda path: int(path.stem.split("-")[1]))
 
     def _matching(self, pattern: re.Pattern[str]) -> list[Path]:
-        return [path for path in sorted(self.folder.iterdir()) if pattern.fullmatch(path.name)]
+        try:
+            return [path for path in sorted(self.folder.iterdir()) if pattern.fullmatch(path.name)]
+        except OSError as error:
+            raise self._error("cannot be looked at", actual=_reason(error)) from error
 
     def _sync(self) -> None:
         folder = os.open(self.folder, os.O_RDONLY)
@@ -191,6 +211,10 @@ class CheckpointFolder:
     def _error(self, problem: str, **details: Any) -> ResumeError:
         details.setdefault("remedy", "choose another folder")
         return ResumeError(f"the checkpoint folder {problem}", file=self.folder, **details)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or getattr(error, "actual", None) or str(error)
 
 
 def _digest(text: str) -> str:

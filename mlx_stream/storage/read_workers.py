@@ -70,6 +70,7 @@ class ReadWorkers:
         # as a finalizer needs it that may run in any thread, inside any lock.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._tickets: deque[Ticket] = deque()  # oldest first; those without ops are skipped
+        self._behind: deque[Ticket] = deque()  # the same, served when that is empty
         self.closed = False
         self._bytes = self._calls = self._retries = self._active = 0
         self._busy, self._busy_since = 0.0, 0.0
@@ -92,15 +93,20 @@ class ReadWorkers:
             self._threads.append(thread)
 
     def submit(
-        self, ops: Sequence[ReadOp], buffer: np.ndarray, checks: Sequence[RecordCheck]
+        self,
+        ops: Sequence[ReadOp],
+        buffer: np.ndarray,
+        checks: Sequence[RecordCheck],
+        *,
+        behind: bool = False,
     ) -> Ticket:
-        """Queue checked reads. Raises ReadCancelled if closed."""
+        """Queue checked reads, `behind` all others. Raises ReadCancelled if closed."""
         ticket = Ticket(self._lock, ops, buffer, checks)
         with self._lock:
             if self.closed:
                 raise cancelled("The reader is closed.", "open a new reader")
             if ops:
-                self._tickets.append(ticket)
+                (self._behind if behind else self._tickets).append(ticket)
         for _ in ops:
             self._wake.put(None)
         return ticket
@@ -191,11 +197,9 @@ class ReadWorkers:
 
         None when the op of this wake-up was cancelled, or taken with another.
         """
-        while self._tickets and not self._tickets[0]._ops:
-            self._tickets.popleft()
-        if not self._tickets:
+        ticket = self._oldest(self._tickets) or self._oldest(self._behind)
+        if ticket is None:
             return None
-        ticket = self._tickets[0]
         ticket._active += 1
         if not self._active:
             self._busy_since = time.perf_counter()
@@ -208,6 +212,12 @@ class ReadWorkers:
             run.append(ticket._ops.popleft())
             nbytes += run[-1].nbytes
         return ticket, run
+
+    @staticmethod
+    def _oldest(tickets: deque[Ticket]) -> Ticket | None:
+        while tickets and not tickets[0]._ops:
+            tickets.popleft()
+        return tickets[0] if tickets else None
 
     def _read(self, ticket: Ticket, op: ReadOp) -> MlxStreamError | None:
         identity, fd = self._identities[op.file], self.files[op.file].fd
@@ -259,10 +269,11 @@ class ReadWorkers:
                 ticket._settle()
 
     def _drop_queue(self) -> None:
-        for ticket in self._tickets:
-            if ticket._ops:
-                ticket._stop(cancelled("The reader was closed.", "open a new reader"))
-        self._tickets.clear()
+        for tickets in (self._tickets, self._behind):
+            for ticket in tickets:
+                if ticket._ops:
+                    ticket._stop(cancelled("The reader was closed.", "open a new reader"))
+            tickets.clear()
 
     def _close_files(self) -> None:
         with self._lock:

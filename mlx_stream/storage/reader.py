@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -77,6 +78,7 @@ class Reader:
             checkpoint.files, files, align=align, fault=fault, throttle=throttle
         )
         self._verifier = self._workers.verifier = RecordVerifier(verify)
+        self._behind = False
         # The threads know only the workers, so that this object can be collected while they run.
         self._dropped = weakref.finalize(self, self._workers.abandon)
         self._dropped.atexit = False  # the system frees what is left
@@ -96,7 +98,17 @@ class Reader:
         ReadCancelled if the reader is closed, ValueError if ops and buffer do not fit together.
         """
         self._check(ops, buffer)
-        return self._workers.submit(ops, buffer, self._verifier.due(checks))
+        due = self._verifier.due(checks)
+        return self._workers.submit(ops, buffer, due, behind=self._behind)
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """What is submitted inside begins only when nothing else is queued."""
+        before, self._behind = self._behind, True
+        try:
+            yield
+        finally:
+            self._behind = before
 
     @property
     def align(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from mlx_stream.config import cache_folder
 from mlx_stream.whole_files import write_whole
 
-VERSION = 1
+VERSION = 2
 MAX_FILE_NBYTES = 256 << 20
 MAX_TEXT_NBYTES = 32 << 20  # one header or JSON, unpacked
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -41,6 +41,7 @@ class RawHeaders:
     config: bytes
     index: bytes | None
     shards: tuple[RawShard, ...]
+    manifest: bytes | None = None  # of a packed repository
 
 
 def default_folder() -> Path:
@@ -93,6 +94,7 @@ class HeaderCache:
             "commit": commit,
             "config": _pack(raw.config),
             "index": None if raw.index is None else _pack(raw.index),
+            "manifest": None if raw.manifest is None else _pack(raw.manifest),
             "shards": [[s.name, s.size, _pack(s.header)] for s in raw.shards],
         }
         body = json.dumps(value).encode()
@@ -128,7 +130,7 @@ def _unpack_all(value: dict[str, Any]) -> RawHeaders:
         if not isinstance(name, str) or type(size) is not int:
             raise ValueError("a shard needs a name and a size")
         shards.append(RawShard(name, size, _unpack(header)))
-    index = value["index"]
-    return RawHeaders(
-        _unpack(value["config"]), None if index is None else _unpack(index), tuple(shards)
+    index, manifest = (
+        None if value[key] is None else _unpack(value[key]) for key in ("index", "manifest")
     )
+    return RawHeaders(_unpack(value["config"]), index, tuple(shards), manifest)

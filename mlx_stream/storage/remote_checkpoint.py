@@ -7,7 +7,7 @@ would give. Its files cannot be opened for reading.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -28,6 +28,13 @@ from mlx_stream.storage.checkpoint import (
     add_tensors,
     check_index,
     weight_map,
+)
+from mlx_stream.storage.packed_files import record_tensors
+from mlx_stream.storage.packed_manifest import (
+    MANIFEST_NAME,
+    PackedManifest,
+    fail,
+    parse_manifest,
 )
 from mlx_stream.storage.remote_cache import HeaderCache, RawHeaders, RawShard
 from mlx_stream.storage.remote_errors import offline
@@ -122,26 +129,33 @@ def _cached(
 def build_checkpoint(raw: RawHeaders, path: Path, traffic: Traffic) -> RemoteCheckpoint:
     """Parse and validate, exactly as for a local folder. Pure. Raises as `open_checkpoint`."""
     config = parse_json_object(raw.config, path / CONFIG_NAME)
+    packed = None if raw.manifest is None else _manifest(raw.manifest, path)
+    records = set() if packed is None else {f.name for f in packed.expert_files}
     files: list[FileIdentity] = []
     tensors: dict[str, TensorInfo] = {}
     for number, shard in enumerate(raw.shards):
         file = path / shard.name
         files.append(RemoteFile(file, shard.size, mtime_ns=0, inode=0, device=0))
-        add_tensors(tensors, parse_header(shard.header, shard.size, file, file=number), files)
+        found: Sequence[TensorInfo] = parse_header(shard.header, shard.size, file, file=number)
+        if packed is not None and shard.name in records:
+            layers = [r for r in packed.layers if r.file == shard.name]
+            found = record_tensors(layers, found, shard.size, file)
+        add_tensors(tensors, found, files)
     if raw.index is not None:
         index = path / INDEX_NAME
         check_index(index, parse_json_object(raw.index, index), files, tensors)
-    return RemoteCheckpoint(path, config, tuple(files), tensors, traffic)
+    return RemoteCheckpoint(path, config, tuple(files), tensors, traffic, packed=packed)
 
 
 def _fetch(fetcher: HubFetcher, config: bytes, progress: Progress | None) -> RawHeaders:
     parse_json_object(config, fetcher.name(CONFIG_NAME))  # before more is asked for
-    index: bytes | None = None
-    try:
-        index = fetcher.whole(INDEX_NAME, MAX_JSON_NBYTES).data
+    index, manifest = _optional(fetcher, INDEX_NAME), None
+    if index is not None:
         names = _shard_names(index, fetcher.name(INDEX_NAME))
-    except HubEntryError:
-        names = [SINGLE_NAME]
+    else:
+        # A packed folder has no index: its manifest says where every tensor is.
+        manifest = _optional(fetcher, MANIFEST_NAME)
+        names = [SINGLE_NAME] if manifest is None else _packed_names(manifest, fetcher.name())
     with ThreadPoolExecutor(THREADS, "mlx_stream-headers") as pool:
         futures = {pool.submit(_fetch_shard, fetcher, name): name for name in names}
         shards = {}
@@ -154,7 +168,33 @@ def _fetch(fetcher: HubFetcher, config: bytes, progress: Progress | None) -> Raw
             fetcher.stop()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return RawHeaders(config, index, tuple(shards[name] for name in names))
+    return RawHeaders(config, index, tuple(shards[name] for name in names), manifest)
+
+
+def _optional(fetcher: HubFetcher, name: str) -> bytes | None:
+    """A small file, or None if the repository has none of this name."""
+    try:
+        return fetcher.whole(name, MAX_JSON_NBYTES).data
+    except HubEntryError:
+        return None
+
+
+def _manifest(raw: bytes, path: Path) -> PackedManifest:
+    """The manifest of the repository `path`. Raises PackedLayoutError."""
+    return parse_manifest(parse_json_object(raw, path / MANIFEST_NAME), path / MANIFEST_NAME)
+
+
+def _packed_names(raw: bytes, path: Path) -> list[str]:
+    """The files of a packed repository, in the order of `open_checkpoint`.
+
+    Raises:
+        PackedLayoutError: the manifest is not one to trust, or names no resident weights.
+    """
+    manifest = _manifest(raw, path)
+    resident = sorted(f.name for f in manifest.resident_files)
+    if not resident:
+        fail(path / MANIFEST_NAME, "The packed model has no resident weights.", SHARD_PATTERN, 0)
+    return [*resident, *(f.name for f in manifest.expert_files)]
 
 
 def _shard_names(raw: bytes, path: Path) -> list[str]:

@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import decode_budget, seed_policies
+from benchmarks import decode_budget, prerouter, seed_policies
 from mlx_stream.config import StreamConfig
 from mlx_stream.decode.policy import DEFAULT_POLICY
 from mlx_stream.decode.replay import replay
@@ -93,3 +93,20 @@ def test_a_second_piece_starts_from_an_empty_cache(engine):
         seed_policies.empty_cache(engine, 0.2)
         results.append(seed_policies.decode_piece(engine, piece)[1].misses.tolist())
     assert results[0] == results[1]
+
+
+def test_prerouter_compares_the_same_routing_read_early_and_late():
+    args = ("--tokens", 3, "--warm", 2, "--rounds", 1, "--backend", "cpu")
+    output, found = last_line(prerouter.main, *args)
+    assert found["heads"] == "random"
+    assert "heads: random" in output
+    arms = {(a["disk"], a["way"]): a["rounds"] for a in found["arms"]}
+    assert set(arms) == {(d, w) for d in prerouter.DISKS for w in prerouter.WAYS}
+    assert all(len(rounds) == 1 for rounds in arms.values())
+    slow = {way: arms["slow", way][0] for way in prerouter.WAYS}
+    assert slow["prerouter"]["waits_avoided"] > 0
+    assert slow["same routing"]["waits_avoided"] == slow["on-demand"]["waits_avoided"] == 0
+    assert all(timed["bytes_per_token"] > 0 for timed in slow.values())
+    assert all(arms["fast", way][0]["stall_ms"] == 0 for way in prerouter.WAYS)
+    assert all(timed["dropped"] == 0 for rounds in arms.values() for timed in rounds)
+    assert found["ratios"]["slow to same routing"]["stall"][0] < 1

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.conftest import Result
 from tests.cli.runner import COMMAND, assert_failed, environment, run
+from tests.packed.building import pack_checkpoint
 from tests.support.hub_server import REPO, Answer, Hub, serve, server_environment, use_endpoint
 
 
@@ -124,3 +125,18 @@ def test_no_arguments_show_help(here):
     assert result.stderr == ""
     assert "Commands:" in result.stdout
     assert "Examples:" in result.stdout
+
+
+def test_a_packed_repository_is_planned_as_its_folder(here, hub, tmp_path):
+    packed = tmp_path / "packed"
+    pack_checkpoint(hub.folder, packed)
+    hub.folder = packed
+    options = ("-n", "1000", "--memory-budget", "1GB")
+    remote, local = here("plan", REPO, *options), here("plan", packed, *options)
+    assert remote.returncode == local.returncode == 0, remote.stderr
+    assert remote.stdout.partition(": ")[2] == local.stdout.partition(": ")[2]
+    shown = here("info", REPO)
+    assert shown.returncode == 0, shown.stderr
+    assert "of headers in" in shown.stdout
+    layers = [line for line in here("info", packed).stdout.splitlines() if "expert layers" in line]
+    assert layers[0] in shown.stdout

@@ -83,7 +83,8 @@ def test_nothing_counted_is_no_division_by_zero():
     data = empty.as_dict()
     assert data["last"] is None
     assert data["paths"] == {}
-    assert not any(v for k, v in data.items() if k not in ("last", "paths"))
+    assert data["prerouter"] == "off"
+    assert not any(v for k, v in data.items() if k not in ("last", "paths", "prerouter"))
     assert empty.summary() == "decode 0 tokens"
     assert "hit rate 0.0%" in empty.table()
     empty.add(StepMetrics("exact"))  # a clock too coarse for the step

@@ -25,6 +25,8 @@ from tests.support.checkpoints import random_tokens, stock_prefill
 from tests.support.families import FAMILIES
 from tests.support.faults import assert_same_contents, cache_contents, nothing_left
 from tests.support.watch import run_watched
+from tools.fault_parts_flips import flip
+from tools.fault_parts_system import CHANGES, SystemFaults
 
 N, CHUNK, STEPS = 83, 16, 8
 BIG = os.environ.get("MLX_STREAM_BIG") == "1"
@@ -322,6 +324,63 @@ def test_a_failing_disk_ends_the_prefill(
         assert list(tmp_path.iterdir()) == []
         assert_same_contents(start.cache, before)
     assert engine.prefill(random_tokens(160, N)).receipt.segments == 1
+
+
+def test_a_disk_that_becomes_read_only_ends_the_prefill(checkpoint, open_engine, tmp_path):
+    """Its temporary file cannot be removed; the next prompt does that, and the error is ours."""
+    engine, folder = open_engine(checkpoint("qwen3_moe")), tmp_path / "kv"
+    faults = SystemFaults(CHANGES, folder, 4, errno.EROFS, lasting=True)
+    with faults, pytest.raises(PromptFileError, match="cannot be written"):
+        engine.prefill(random_tokens(160, N), kv=to_disk(folder))
+    assert faults.injected
+    engine.prefill(random_tokens(160, N), kv=to_disk(folder))
+    assert os.listdir(folder) == ["prompt-kv.safetensors"]
+
+
+@pytest.mark.parametrize("layered", [False, True])
+def test_a_flipped_bit_of_evicted_rows_is_no_answer(checkpoint, open_engine, tmp_path, layered):
+    """mlx-lm's format has no checksums: these are ours, checked whenever rows come back."""
+    engine = open_engine(checkpoint("qwen3_moe"))
+    prompt = random_tokens(160, N)
+    cache = engine.kv.prepare(None, to_disk(tmp_path))
+    plan = replace(engine.plan(N, kv=to_disk(tmp_path)), kv_layered=layered)
+
+    def damage():
+        (path,) = tmp_path.glob("*.safetensors" if layered else ".*.safetensors")
+        start = 8 + int.from_bytes(path.read_bytes()[:8], "little") if layered else -5
+        flip(path, start % path.stat().st_size, 2)
+
+    if layered:
+        logits, _ = engine.run_plan(plan, np.array(prompt), cache)
+        damage()
+        with pytest.raises(KvCacheError, match="other bytes"):
+            engine.model(mx.array([[int(logits.argmax())]]), cache=cache)
+        return
+    layers = len(engine.index.layers)
+
+    def progress(state):
+        if state.layer == layers:
+            damage()
+
+    with pytest.raises(KvCacheError, match="other bytes"):
+        engine.run_plan(plan, np.array(prompt), cache, progress=progress)
+
+
+def test_a_prompt_cache_file_with_a_flipped_bit_is_refused(checkpoint, open_engine, tmp_path):
+    engine = open_engine(checkpoint("qwen3_moe"))
+    _, result, evicted_file = evicted(open_engine, engine.path, tmp_path, random_tokens(160, N))
+    saved = prompt_caches.save(engine, tmp_path / "s", result.cache, random_tokens(160, N))
+    for path in (saved, evicted_file):
+        raw = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(raw[:8], "little")
+        for at in np.random.default_rng(0).integers(start, len(raw), 20):
+            raw[at] ^= 16
+            path.write_bytes(raw)
+            with pytest.raises(PromptFileError, match="bytes that were written"):
+                prompt_caches.load(engine, path)
+            raw[at] ^= 16
+        path.write_bytes(raw)
+        assert prompt_caches.load(engine, path).tokens == random_tokens(160, N)
 
 
 def test_no_room_is_said_before_anything_is_read(checkpoint, open_engine, tmp_path, monkeypatch):

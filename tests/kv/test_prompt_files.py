@@ -23,6 +23,7 @@ from tests.support.families import FAMILIES
 N, STEPS = 37, 3
 # mlx-lm looks cache classes up by name among its own; this one lives in a model's file.
 NOT_FOR_MLX_LM = {"deepseek_v41": KeyError}
+BIG = os.environ.get("MLX_STREAM_BIG") == "1"
 KINDS = (
     "qwen3_moe",
     "gpt_oss",
@@ -81,7 +82,9 @@ def test_every_kind_of_cache_comes_back(checkpoint, open_engine, tmp_path, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in KINDS])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if name not in KINDS][:: 1 if BIG else 5]
+)
 def test_every_other_family_comes_back(checkpoint, open_engine, tmp_path, name):
     round_trip(checkpoint, open_engine, tmp_path, name)
 
@@ -308,7 +311,9 @@ def test_layers_that_hold_different_numbers_of_tokens(saved):
     refuse(engine, path, "in every layer")
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v41"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "gpt_oss", "qwen3_next", "deepseek_v41"] if BIG else ["qwen3_moe"]
+)
 def test_flipped_header_bytes_never_end_in_anything_else(checkpoint, open_engine, tmp_path, name):
     """A damaged file loads (a digit of a token id changed) or is refused; nothing else happens."""
     engine = open_engine(checkpoint(name))
@@ -317,7 +322,8 @@ def test_flipped_header_bytes_never_end_in_anything_else(checkpoint, open_engine
     end = 8 + struct.unpack("<Q", raw[:8])[0]
     random = np.random.default_rng(0)
     refused = 0
-    for _ in range(300):
+    rounds = 300 if BIG else 120
+    for _ in range(rounds):
         damaged = bytearray(raw)
         for at in random.integers(0, end, random.integers(1, 4)):
             damaged[at] = random.integers(0, 256) if random.random() < 0.3 else ord("0") + at % 10
@@ -326,4 +332,4 @@ def test_flipped_header_bytes_never_end_in_anything_else(checkpoint, open_engine
             prompt_caches.load(engine, path)
         except PromptFileError:
             refused += 1
-    assert refused > 100
+    assert refused > rounds // 3

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from mlx_stream.packed.folder_lock import LOCK_NAME
 from mlx_stream.packed.pack import PackOptions, PackReport, pack
 from mlx_stream.storage.checkpoint import open_checkpoint
 from mlx_stream.storage.expert_index import ExpertIndex, ExpertLayer, build_expert_index
+from mlx_stream.storage.record_layout import RECORD_ALIGN
 
 SMALL_SHARD = 1  # byte: a file for every layer
+SMALL = {"shard_nbytes": SMALL_SHARD, "piece_nbytes": 2 * RECORD_ALIGN}
 
 
 def pack_checkpoint(source: Path, target: Path, **options: Any) -> PackReport:
@@ -30,6 +33,18 @@ def expert_bytes(index: ExpertIndex, layer: ExpertLayer, expert: int) -> dict[An
             file.seek(t.offset + layer.position(expert) * t.stride)
             found[t.key] = file.read(t.nbytes)
     return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock, by name."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != LOCK_NAME}
+
+
+def final_names(folder: Path) -> set[str]:
+    """Those a user sees; none where the folder is not made yet."""
+    if not folder.exists():
+        return set()
+    return {p.name for p in folder.iterdir() if not p.name.startswith(".")}
 
 
 def random_orders(index: ExpertIndex, seed: int = 0) -> dict[str, list[int]]:

@@ -12,11 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_stream.errors import CheckpointError, MlxStreamError, PackedLayoutError
+from mlx_stream.errors import CheckpointError, MlxStreamError, PackedLayoutError, PackError
+from mlx_stream.packed.repair import repair
 from mlx_stream.packed.verify import verify
-from mlx_stream.storage.packed_manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, parse_manifest
+from mlx_stream.storage.packed_manifest import (
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    MAX_MANIFEST_NBYTES,
+    parse_manifest,
+)
 from mlx_stream.storage.read_plan import plan_group
-from tests.packed.building import index_of
+from tests.packed.building import index_of, pack_checkpoint
 
 CASES = int(os.environ.get("MLX_STREAM_FUZZ", "300"))
 FUZZ = settings(
@@ -38,8 +44,6 @@ JUNK = st.one_of(
 @pytest.fixture(scope="module")
 def honest(checkpoint, tmp_path_factory):
     """A packed folder, rewritten at will by the tests of this module; and its true manifest."""
-    from tests.packed.building import pack_checkpoint
-
     folder = tmp_path_factory.mktemp("hostile") / "packed"
     pack_checkpoint(checkpoint("gpt_oss"), folder)
     return folder, json.loads((folder / MANIFEST_NAME).read_text())
@@ -202,6 +206,88 @@ def test_a_header_bomb_in_an_expert_file_is_refused(checkpoint, packed):
     with pytest.raises(CheckpointError):
         index_of(folder)
     assert not verify(folder).sound
+
+
+def test_nothing_is_written_through_a_link(checkpoint, packed, tmp_path):
+    """Repairing config.json once wrote into whatever `.config.json.partial` led to."""
+    folder = packed(checkpoint("qwen3_moe"))
+    outside = tmp_path / "mine"
+    outside.write_text("the user's own")
+    (folder / "config.json").unlink()
+    (folder / ".config.json.partial").symlink_to(outside)
+    repair(folder, checkpoint("qwen3_moe"))
+    assert outside.read_text() == "the user's own"
+    assert verify(folder).sound
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("layers", 0, "record_nbytes"), 2**40),
+        (("layers", 0, "num_experts"), 9),
+        (("files", -1, "name"), "model-other.safetensors"),
+        (("files", 0, "size"), 2**40),
+    ],
+)
+def test_lies_about_sizes_are_damage_and_no_reason_to_write(checkpoint, packed, where, value):
+    """They were a ValueError of the reader, and a KeyError of repair."""
+    folder = packed(checkpoint("qwen3_moe"))
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    put(manifest, where, value)
+    if where[-1] == "num_experts":
+        manifest["layers"][0]["checksums"].append("0" * 16)
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    before = {p.name: p.stat().st_mtime_ns for p in folder.glob("*.safetensors")}
+    assert not verify(folder).sound
+    with pytest.raises(PackError):
+        repair(folder, checkpoint("qwen3_moe"))
+    assert {p.name: p.stat().st_mtime_ns for p in folder.glob("*.safetensors")} == before
+
+
+@pytest.mark.parametrize("kind", ["files", "others"])
+def test_a_file_of_any_size_is_not_read_into_memory(checkpoint, packed, kind):
+    """A manifest and a sparse file that agree on a terabyte."""
+    folder = packed(checkpoint("qwen3_moe"))
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    entry = manifest[kind][-1]
+    entry |= {"size": 2**40} | ({"header_nbytes": 2**40} if kind == "files" else {})
+    os.truncate(folder / entry["name"], 2**40)
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    assert [d.file for d in verify(folder).damage] == [entry["name"]]
+
+
+def test_bytes_behind_the_last_tensor_are_damage(checkpoint, packed):
+    """A file and a manifest that agree on bytes which no checksum covers."""
+    folder = packed(checkpoint("qwen3_moe"))
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    entry = manifest["files"][-1]
+    with open(folder / entry["name"], "ab") as file:
+        file.write(b"more")
+    entry["size"] += 4
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    assert [d.file for d in verify(folder).damage] == [entry["name"]]
+
+
+def test_a_pipe_and_a_name_that_cannot_be_are_damage(checkpoint, packed):
+    """The pipe would be waited for without end."""
+    folder = packed(checkpoint("qwen3_moe"))
+    manifest = json.loads((folder / MANIFEST_NAME).read_text())
+    os.mkfifo(folder / "pipe.json")
+    entry = {"size": 0, "digest": "0" * 16}
+    manifest["others"] += [entry | {"name": "pipe.json"}, entry | {"name": "\ud800"}]
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    assert [d.file for d in verify(folder).damage] == ["pipe.json", "\ud800"]
+
+
+def test_a_journal_bomb_is_not_read(checkpoint, tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    with open(target / JOURNAL_NAME, "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(PackError, match="not finished"):
+        pack_checkpoint(checkpoint("qwen3_moe"), target)
+    pack_checkpoint(checkpoint("qwen3_moe"), target, force=True)
+    assert verify(target).sound
 
 
 def test_nesting_is_no_recursion_error(honest):

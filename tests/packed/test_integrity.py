@@ -15,6 +15,7 @@ from mlx_stream.storage.packed_manifest import read_manifest
 from tests.packed.building import SMALL_SHARD, index_of, random_orders
 from tests.prefill.running import decode, greedy
 from tests.support.checkpoints import random_tokens
+from tools.fault_parts_system import READS, SystemFaults
 
 
 def flip(path, at, bit=0):
@@ -252,6 +253,24 @@ def test_a_folder_download_is_verified_too(checkpoint, tmp_path):
     assert verify(folder).sound
     flip(folder / "model.safetensors", len(data) - 1)
     assert not verify(folder).sound
+
+
+@pytest.mark.parametrize("act", ["verify", "repair"])
+def test_reads_that_fail_are_reported(checkpoint, packed, tmp_path, act):
+    """A header that could not be read was a traceback of verify."""
+    plain = checkpoint("qwen3_moe")
+    folder = packed(plain)
+    with SystemFaults(READS, folder) as count:
+        verify(folder) if act == "verify" else repair(folder, plain)
+    for number in range(count.uses):
+        with SystemFaults(READS, folder, number) as faults:
+            try:
+                noticed = not verify(folder).sound if act == "verify" else repair(folder, plain)
+            except MlxStreamError:
+                noticed = True
+        assert faults.injected == 1
+        assert noticed
+    assert repair(folder, plain).repaired == ()
 
 
 def test_a_damaged_manifest_is_never_a_traceback(checkpoint, packed):

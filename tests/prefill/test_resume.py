@@ -1,6 +1,7 @@
 """Prefills that were killed go on from their checkpoints: same tokens, no layer read twice."""
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -23,9 +24,12 @@ from mlx_stream.prefill.boundary_probe import check_boundaries
 from mlx_stream.prefill.cache_views import cache_arrays
 from mlx_stream.prefill.schedule import cut_segments
 from mlx_stream.resume.options import KeepOptions
+from mlx_stream.resume.restore import Checkpoint
+from mlx_stream.resume.store import CheckpointFolder
 from tests.prefill.running import decode
 from tests.support.checkpoints import random_tokens
 from tests.support.families import FAMILIES
+from tools.fault_parts_system import CHANGES, SystemFaults
 
 N, STEPS = 83, 8
 BIG = os.environ.get("MLX_STREAM_BIG") == "1"
@@ -331,6 +335,50 @@ def test_the_receipt_says_that_checkpoints_ended(deep, open_engine, tmp_path, mo
     assert files(tmp_path) == []
 
 
+def test_a_disk_that_becomes_read_only_takes_no_answer(deep, open_engine, tmp_path, whole):
+    """Checkpoints that cannot be removed at the end were an OSError instead of an answer."""
+    path, prompt = deep["qwen3_moe"], random_tokens(160, N)
+    expected = whole(path, prompt)
+    engine = open_buffered(open_engine, path)
+    keep(engine, tmp_path / "keep")
+    with SystemFaults(CHANGES, tmp_path / "keep", 30, errno.EROFS, lasting=True) as faults:
+        result = engine.prefill(prompt)
+    assert faults.injected > 1
+    assert any("Read-only" in note for note in result.receipt.notes)
+    assert tokens_of(engine, result, prompt)[1] == expected[1]
+
+
+def test_a_folder_that_cannot_be_listed_is_a_typed_error(interrupted, monkeypatch):
+    engine, prompt, _ = interrupted
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    refused(engine, prompt, "Input/output error")
+
+
+def test_a_link_is_no_lock(deep, open_engine, tmp_path):
+    """Taking it would make the file that the link names."""
+    engine = open_engine(deep["qwen3_moe"])
+    (tmp_path / "keep").mkdir()
+    (tmp_path / "keep" / ".lock").symlink_to(tmp_path / "elsewhere")
+    keep(engine, tmp_path / "keep")
+    refused(engine, random_tokens(160, N), "cannot be used")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_files_of_the_user_in_the_folder_stay(deep, open_engine, tmp_path):
+    """Every manifest-*.json was taken for ours, and removed at the end."""
+    engine = open_engine(deep["qwen3_moe"])
+    stopped(engine, tmp_path, random_tokens(160, N), 3)
+    mine = tmp_path / "manifest-web.json"
+    mine.write_bytes((tmp_path / "manifest-000001.json").read_bytes())
+    keep(engine, tmp_path, resume=True)
+    assert engine.prefill(random_tokens(160, N)).receipt.resumed_layers == 2
+    assert files(tmp_path) == [mine.name]
+
+
 def test_no_room_is_said_before_anything_is_read(deep, open_engine, tmp_path, monkeypatch):
     engine = open_engine(deep["qwen3_moe"])
     keep(engine, tmp_path)
@@ -424,8 +472,6 @@ def test_a_checkpoint_is_not_overwritten_unasked(interrupted):
 
 def test_a_folder_belongs_to_one_process(interrupted):
     engine, prompt, folder = interrupted
-    from mlx_stream.resume.store import CheckpointFolder
-
     held = CheckpointFolder(folder)
     refused(engine, prompt, "in use")
     held.close()
@@ -456,6 +502,50 @@ def test_damage_is_refused(interrupted, kind, damage):
     else:
         target.write_bytes(data[: len(data) // 2 if damage == "shorten" else 0])
     refused(engine, prompt, "damaged")
+
+
+SIGNED_LIES = {
+    "no format": lambda c: c.pop("format"),
+    "a segment without end": lambda c: c.update(segment=float("inf")),
+    "another segment": lambda c: c.update(segment=7),
+    "too few chunks": lambda c: c["held"]["seen"].pop(),
+    "nothing seen": lambda c: c["held"].update(seen=[[]] * len(c["held"]["seen"])),
+    "a shape that is none": lambda c: c["held"]["seen"][0][0][0].update(
+        keys={"shape": [-1], "dtype": "load"}
+    ),
+    "an array that is not there": lambda c: c["held"]["chunks"][0].__setitem__(0, {"array": 99}),
+    "arrays without end": lambda c: c["held"]["chunks"][0].__setitem__(2, 2**60),
+    "no form": lambda c: c["held"]["chunks"][0].__setitem__(0, 7),
+    "a file that is not ours": lambda c: c["held"].update(files=["../../etc/passwd"]),
+    "no caches": lambda c: c.update(caches=[]),
+}
+
+
+def read_checkpoint(engine, folder, entries):
+    """As the keeper does it."""
+    store = CheckpointFolder(folder)
+    try:
+        found = Checkpoint.read(store, store.latest()[1], range(8))
+        found.require_chunks(engine.plan(N), 8)
+        found.require_entries(entries)
+    finally:
+        store.close()
+
+
+def test_a_manifest_that_lies_under_a_right_checksum_is_refused(interrupted):
+    engine, _, folder = interrupted
+    path = max(folder.glob("manifest-*.json"))
+    honest = json.loads(path.read_text())["content"]
+    entries = set(dict(json.loads(honest)["caches"]))
+    read_checkpoint(engine, folder, entries)
+    for lie in SIGNED_LIES.values():
+        content = json.loads(honest)
+        lie(content)
+        text = json.dumps(content)
+        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        path.write_text(json.dumps({"content": text, "digest": digest}))
+        with pytest.raises(ResumeError, match="checkpoint"):
+            read_checkpoint(engine, folder, entries)
 
 
 def test_resuming_without_a_checkpoint_begins_anew(deep, open_engine, tmp_path):

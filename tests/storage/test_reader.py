@@ -689,3 +689,46 @@ def test_unaligned_reads_are_refused_before_they_fail(checkpoint):
 def test_bad_arguments(checkpoint, arguments):
     with pytest.raises(ValueError, match="not valid"):
         Reader(checkpoint, **arguments)
+
+
+# --- reads that can wait --------------------------------------------------------------------------
+
+
+def test_what_is_submitted_behind_waits_for_all_others(checkpoint):
+    gate, order = Gate(), []
+    buffer = aligned_buffer(8 * BLOCK)
+
+    def fault(file, offset, nbytes):
+        order.append(offset // BLOCK)
+        gate(file, offset, nbytes)
+
+    with Reader(checkpoint, threads=1, fault=fault) as r:
+        first = r.submit([block_op(0)], buffer)
+        assert gate.entered.acquire(timeout=10)
+        with r.behind():
+            later = [r.submit([block_op(n)], buffer) for n in (1, 2)]
+        urgent = [r.submit([block_op(n)], buffer) for n in (3, 4)]
+        with pytest.raises(RuntimeError), r.behind():  # it ends when the block does
+            raise RuntimeError
+        urgent.append(r.submit([block_op(5)], buffer))
+        gate.open.set()
+        for ticket in (first, *later, *urgent):
+            ticket.wait(10)
+    assert order == [0, 3, 4, 5, 1, 2]
+    assert bytes(buffer[: 6 * BLOCK]) == content(checkpoint)[: 6 * BLOCK]
+
+
+def test_closing_drops_what_waits_behind(checkpoint):
+    gate, buffer = Gate(), aligned_buffer(8 * BLOCK)
+    r = Reader(checkpoint, threads=1, fault=gate)
+    running = r.submit([block_op(0)], buffer)
+    assert gate.entered.acquire(timeout=10)
+    with r.behind():
+        waiting = r.submit([block_op(1)], buffer)
+    closing = threading.Thread(target=r.close)
+    closing.start()
+    with pytest.raises(ReadCancelled):
+        waiting.wait(10)
+    gate.open.set()
+    closing.join(10)
+    running.wait(1)

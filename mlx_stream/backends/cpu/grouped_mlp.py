@@ -94,8 +94,9 @@ def grouped_mlp(
     jobs = [job for job in jobs if job.rows]
     names = by_projection(dtypes)
     if spec.activation is not None and _work(jobs, spec) < INLINE_WORK:
-        for job in jobs:
-            job.store(_run_job(job, spec, names, pool))
+        with pool.one_blas_thread():
+            for job in jobs:
+                job.store(_run_job(job, spec, names, pool))
         return
     if spec.activation is None or len(jobs) < 2 * pool.threads:
         for start in range(0, len(jobs), pool.threads):

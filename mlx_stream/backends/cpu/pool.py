@@ -11,7 +11,8 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -177,6 +178,18 @@ class WorkerPool:
             if self.threads == 1 or len(items) <= 1:
                 return self._run_inline(fn, items, consume)
             return self._run_threads(_Run(fn, items, consume, self.threads))
+
+    @contextmanager
+    def one_blas_thread(self) -> Iterator[None]:
+        """The caller's BLAS calls stay on its thread: for work too small to be shared.
+
+        On busy cores BLAS's own threads would wait for each other far longer than they compute.
+        """
+        if threading.current_thread() in self._workers:  # limited already
+            yield
+            return
+        with self._busy, _controller().limit(limits=1, user_api="blas"):
+            yield
 
     def scratch(self, nbytes: int) -> np.ndarray:
         """This thread's scratch, uint8 [nbytes], 64-byte aligned, kept and reused by later calls.

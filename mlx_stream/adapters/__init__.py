@@ -1,0 +1,1 @@
+"""Low-rank adapters beside a read-only base model, unmerged."""
