@@ -58,8 +58,13 @@ class ConvertedSource:
     def side_files(self, found: Sequence[Path]) -> list[SideFile]:
         """The files beside the weights; config.json is the converted one."""
         text = json.dumps(dict(sorted(self.made.config.items())), indent=4).encode()
-        kept = [SideFile(p.name, p) for p in found if p.name not in (*LEFT_OUT, CONFIG_NAME)]
+        kept = [SideFile(p.name, p) for p in found if self._keeps(p.name)]
         return [*kept, SideFile(CONFIG_NAME, None, text)]
+
+    def _keeps(self, name: str) -> bool:
+        """Heads and adapters were trained for the weights as they were."""
+        trained = name.startswith(("prerouter", "lora")) and bool(self.options.specs)
+        return name not in (*LEFT_OUT, CONFIG_NAME) and not trained
 
     @contextmanager
     def pieces(

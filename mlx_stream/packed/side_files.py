@@ -25,6 +25,8 @@ PATTERNS = (
     "*.md",
     "LICENSE*",
     "NOTICE*",
+    "prerouter*.safetensors",
+    "lora*.safetensors",
 )
 LEFT_OUT = (MANIFEST_NAME, JOURNAL_NAME, INDEX_NAME)  # the index names tensors that are elsewhere
 MAX_NBYTES = 256 << 20

@@ -139,3 +139,13 @@ def test_a_repair_in_another_width_is_refused(published, packed):
         repair(packed, published, open_source=lambda p, _: open_converted(p, other))
     with pytest.raises(PackError, match="converted"):
         repair(packed, published)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_heads_stay_with_the_weights_they_were_trained_for(published, tmp_path, quantized):
+    names = {"prerouter.json", "prerouter_x.safetensors", "lora_x.safetensors"}
+    for name in names:
+        (published / name).write_bytes(b"{}")
+    convert(published, tmp_path / "packed", ASKED if quantized else None)
+    kept = names & {p.name for p in (tmp_path / "packed").iterdir()}
+    assert kept == (set() if quantized else names)
