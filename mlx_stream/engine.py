@@ -43,9 +43,9 @@ from mlx_stream.prefill.schedule import PrefillPlan, PrefillProgress
 from mlx_stream.prerouting import prepare_prerouter
 from mlx_stream.prompt_plans import PromptPlans
 from mlx_stream.prompts import check_token_ids
-from mlx_stream.storage.checkpoint import open_checkpoint
 from mlx_stream.storage.expert_index import build_expert_index
 from mlx_stream.storage.reader import Reader, reader_options
+from mlx_stream.storage.resident_check import open_checked
 from mlx_stream.telemetry import Receipt
 from mlx_stream.timeline import Timeline
 
@@ -72,7 +72,7 @@ class Engine:
 
     def _open(self) -> None:
         self._decode_options = DecodeOptions.of(self.config)
-        index = build_expert_index(open_checkpoint(self.path))
+        index = build_expert_index(open_checked(self.path, self.config.verify))
         self.backend = select_backend(self.config.backend)
         self._closers.append(self.backend.close)
         total, self.budget_reason = self.config.memory_budget, "as asked"

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from mlx_stream.errors import MissingTensorError, UnsupportedModelError
+from mlx_stream.errors import MissingTensorError, ReadError, UnsupportedModelError
 
 
 def load_lazy(
@@ -24,6 +24,7 @@ def load_lazy(
     Raises:
         MissingTensorError: the model needs a tensor that the checkpoint lacks.
         UnsupportedModelError: mlx-lm cannot build this model.
+        ReadError: a file cannot be read.
     """
     try:
         model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code, **extra)
@@ -59,6 +60,14 @@ def load_lazy(
             file=path / "config.json",
             actual=f"{type(error).__name__}: {error}",
             remedy="download config.json again",
+        ) from error
+    except OSError as error:
+        raise ReadError(
+            "a file of the model cannot be read",
+            file=error.filename or path,
+            expected="readable files",
+            actual=error.strerror or str(error),
+            remedy="check the disk and permissions, then run the same command again",
         ) from error
     # Modules draw their initial weights lazily, each from the state that the one before left: until
     # that state is evaluated the chain stays in memory (0.2 MB a load of the demo model).

@@ -8,6 +8,7 @@ the operating system's; who asked for the file says what they mean.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -19,10 +20,12 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+import xxhash
 
 BLOCK = 4096
 SLAB_NBYTES = 8 << 20  # written at once: bounds the copy of an array that is not contiguous
 TEMPORARY = ".tmp.safetensors"
+CHECKSUMS = "0.checksums"  # in the metadata: xxh3-64 of every array, by name
 _serial = itertools.count()
 _NAMES = {
     mx.float32: "F32",
@@ -48,6 +51,7 @@ class Stored:
     nbytes: int
     shape: tuple[int, ...]
     dtype: mx.Dtype
+    digest: int  # xxh3-64 of the bytes
 
 
 @dataclass(frozen=True)
@@ -82,13 +86,15 @@ class ArrayFile:
 
     def add(self, array: mx.array) -> Stored:
         """Append an array; nothing of it is held afterwards."""
-        stored = Stored(self.nbytes, array.nbytes, tuple(array.shape), array.dtype)
+        start, digest = self.nbytes, xxhash.xxh3_64()
         for slab in _slabs(array) if array.size else ():
             raw = memoryview(slab.reshape(-1).view(mx.uint8))
             self._hash.update(raw)
+            digest.update(raw)
             self._write(raw, 8 + self._room + self.nbytes)
             self.nbytes += raw.nbytes
-        return stored
+        shape = tuple(array.shape)
+        return Stored(start, array.nbytes, shape, array.dtype, digest.intdigest())
 
     def read(self, stored: Stored) -> mx.array:
         """An array of this file, into memory."""
@@ -99,13 +105,16 @@ class ArrayFile:
             if got == 0:
                 raise OSError(f"{self.target} ends before its data does")
             view, at = view[got:], at + got
+        if xxhash.xxh3_64_intdigest(raw) != stored.digest:
+            raise OSError(errno.EIO, "other bytes than were written")
         if not stored.nbytes:
             return mx.zeros(stored.shape, dtype=stored.dtype)
         return mx.array(raw).view(stored.dtype).reshape(stored.shape)
 
     def finish(self, entries: dict[str, Stored], metadata: dict[str, str]) -> FileSum:
         """Write the header, and give the file its name once it is on the disk."""
-        header: dict[str, object] = {"__metadata__": metadata}
+        sums = {name: f"{at.digest:016x}" for name, at in entries.items()}
+        header: dict[str, object] = {"__metadata__": metadata | {CHECKSUMS: json.dumps(sums)}}
         for name, at in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
             offsets = [at.start, at.start + at.nbytes]
             header[name] = {
@@ -155,12 +164,20 @@ def remove_abandoned(target: Path) -> None:
 def write_arrays(target: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> FileSum:
     """Write a file at once; nothing is left behind when that fails. Raises OSError."""
     names = sum(len(name) for name in arrays)
-    room = 256 * len(arrays) + names + len(json.dumps(metadata)) + 256
+    room = 320 * len(arrays) + 2 * names + len(json.dumps(metadata)) + 256
     file = ArrayFile(target, room)
     try:
         return file.finish({name: file.add(array) for name, array in arrays.items()}, metadata)
     finally:
         file.close()
+
+
+def array_digest(array: mx.array) -> int:
+    """What :meth:`ArrayFile.add` says of an array."""
+    digest = xxhash.xxh3_64()
+    for slab in _slabs(array) if array.size else ():
+        digest.update(memoryview(slab.reshape(-1).view(mx.uint8)))
+    return digest.intdigest()
 
 
 def file_sum(path: Path) -> FileSum:

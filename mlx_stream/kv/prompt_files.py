@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_stream.config import format_bytes
-from mlx_stream.errors import PromptFileError
-from mlx_stream.kv.array_file import Stored
+from mlx_stream.errors import PromptFileError, ReadError
+from mlx_stream.kv.array_file import Stored, array_digest, remove_abandoned, write_arrays
 from mlx_stream.kv.leaf_state import class_name, leaf_state, restore_leaf
 from mlx_stream.kv.prompt_header import (
     Entries,
@@ -74,14 +73,27 @@ class PromptFile:
 
 
 def weights_fingerprint(checkpoint: Checkpoint) -> str:
-    """Hex digest of the sizes and of two samples of every file; independent of names and times."""
+    """Hex digest of the sizes and of two samples of every file; independent of names and times.
+
+    Raises:
+        ReadError: a file cannot be read.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for identity in checkpoint.files:
         digest.update(identity.size.to_bytes(8, "little"))
-        with identity.path.open("rb") as file:
-            for at in (identity.size // 2, max(0, identity.size - SAMPLE_NBYTES)):
-                file.seek(at)
-                digest.update(file.read(SAMPLE_NBYTES))
+        try:
+            with identity.path.open("rb") as file:
+                for at in (identity.size // 2, max(0, identity.size - SAMPLE_NBYTES)):
+                    file.seek(at)
+                    digest.update(file.read(SAMPLE_NBYTES))
+        except OSError as error:
+            raise ReadError(
+                "A file of the checkpoint cannot be read.",
+                file=identity.path,
+                expected="a readable file",
+                actual=error.strerror or str(error),
+                remedy="check the disk and permissions, then run the same command again",
+            ) from error
     return digest.hexdigest()
 
 
@@ -174,16 +186,11 @@ def check_room(target: Path, nbytes: int) -> None:
 
 def _write(target: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
     """Under a temporary name in the same folder, on the disk, then renamed."""
-    temporary = target.with_name(f".{target.stem}.{os.getpid()}.tmp{SUFFIX}")
     try:
-        mx.save_safetensors(str(temporary), arrays, metadata)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except (OSError, RuntimeError) as error:
+        remove_abandoned(target)
+        write_arrays(target, arrays, metadata)
+    except OSError as error:
         raise unwritable(target, str(error)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def unwritable(target: Path, actual: str) -> PromptFileError:
@@ -227,6 +234,7 @@ def load_prompt_file(
         raise damaged(path, "arrays that can be read", str(error)) from error
     if not isinstance(arrays, dict) or set(arrays) != header.entries:
         fail(path, "entries", "those of the header", "others: the file changed meanwhile")
+    sums = _sums(arrays) if "checksums" in header.about else {}
     reader = Entries(path, arrays, header.scalars)
     cache = [
         None
@@ -241,7 +249,25 @@ def load_prompt_file(
     reader.check(offsets <= {0, held}, "tokens", f"{held} in every layer", sorted(offsets))
     if tokens is not None and held and held != len(tokens):
         fail(path, "tokens", f"{held}, as many as the cache holds", len(tokens))
+    if "checksums" in header.about:
+        _check_sums(path, header.about["checksums"], sums)
     return PromptFile(cache, tokens, read_messages(path, header.about))
+
+
+def _sums(arrays: dict[str, mx.array]) -> dict[str, str]:
+    return {name: f"{array_digest(array):016x}" for name, array in arrays.items()}
+
+
+def _check_sums(path: Path, text: str, found: dict[str, str]) -> None:
+    """The arrays are those that were written; files of mlx-lm have no checksums."""
+    try:
+        wanted = json.loads(text)
+    except (ValueError, RecursionError):
+        wanted = None
+    if wanted != found:
+        known = wanted if isinstance(wanted, dict) else {}
+        names = sorted(name for name in found if known.get(name) != found[name])
+        fail(path, "checksums", "the bytes that were written", f"others in {names[:3]}")
 
 
 def _check_identity(

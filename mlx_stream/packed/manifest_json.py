@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from mlx_stream.errors import CheckpointError
 from mlx_stream.packed.digests import digest_bytes
 from mlx_stream.packed.layout import FileLayout, PackPlan
 from mlx_stream.packed.source import TensorError
@@ -31,9 +32,18 @@ def source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
     """What identifies a source: names, sizes, times and header hashes of its shards."""
     found = []
     for identity in checkpoint.files:
-        with open(identity.path, "rb") as file:
-            head = file.read(LENGTH_NBYTES)
-            head += file.read(header_nbytes(head, identity.size, identity.path) - LENGTH_NBYTES)
+        try:
+            with open(identity.path, "rb") as file:
+                head = file.read(LENGTH_NBYTES)
+                head += file.read(header_nbytes(head, identity.size, identity.path) - LENGTH_NBYTES)
+        except OSError as error:
+            raise CheckpointError(
+                "A shard cannot be read.",
+                file=identity.path,
+                expected="a readable file",
+                actual=error.strerror or str(error),
+                remedy="check the disk and permissions, then run the same command again",
+            ) from error
         name, digest = identity.path.name, digest_bytes(head)
         found.append(SourceFile(name, identity.size, identity.mtime_ns, digest))
     return tuple(found)

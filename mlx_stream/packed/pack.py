@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,8 @@ class _Packing:
             origin.resolve(), self._sources, self._plan, self._digests, others, self._conversion()
         )
         write_whole(self._target / MANIFEST_NAME, manifest_json(manifest))
-        (self._target / JOURNAL_NAME).unlink(missing_ok=True)
+        with suppress(OSError):  # the manifest is there: a journal left beside it is no matter
+            (self._target / JOURNAL_NAME).unlink(missing_ok=True)
         return manifest, kept
 
     def _sides(self) -> list[SideFile]:

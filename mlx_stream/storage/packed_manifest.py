@@ -175,7 +175,9 @@ def _other(found: Any, path: Path) -> PackedFile:
 
 def _source(found: Any, path: Path) -> SourceFile:
     digest = _digest(found.get("header") if isinstance(found, dict) else None, path)
-    size, mtime = _whole(found, "size", path), _whole(found, "mtime_ns", path)
+    size, mtime = _whole(found, "size", path), found.get("mtime_ns")
+    if type(mtime) is not int or abs(mtime) >= 2**63:  # before 1970 is a time too
+        fail(path, "The manifest's 'mtime_ns' is malformed.", "a time in nanoseconds", mtime)
     return SourceFile(_text(found, "name", path), size, mtime, digest)
 
 

@@ -211,11 +211,14 @@ def _fail(
 def read_json_object(path: Path) -> dict[str, Any]:
     """Parse a JSON file that must hold one object. Raises CheckpointError otherwise."""
     try:
-        raw = path.read_bytes()
+        with open(path, "rb") as file:
+            raw = file.read(MAX_HEADER_NBYTES + 1)
     except FileNotFoundError:
         _fail_json(path, "no such file")
     except OSError as error:
         _fail_json(path, error.strerror or str(error))
+    if len(raw) > MAX_HEADER_NBYTES:
+        _fail_json(path, f"more than {MAX_HEADER_NBYTES} bytes")
     return parse_json_object(raw, path)
 
 
