@@ -31,8 +31,10 @@ from mlx_stream.storage.expert_index import ExpertIndex, ExpertLayer
 from mlx_stream.storage.open_modes import IoChoice
 from mlx_stream.storage.reader import Reader
 
-CHUNK_NBYTES = 48 << 20  # of the floats of a few experts; quantizing takes a few times as much
-CACHE_NBYTES = 128 << 20  # of freed arrays that MLX keeps; its own limit grows with the machine
+CHUNK_NBYTES = 16 << 20  # of the floats of a few experts; quantizing takes a few times as much
+INPUT_PIECE_NBYTES = 4 << 20  # of the source's bytes; a handful are held
+OUTPUT_PIECE_NBYTES = 8 << 20
+CACHE_NBYTES = 32 << 20  # of freed arrays that MLX keeps; its own limit grows with the machine
 LEFT_OUT = ("hf_quant_config.json",)  # describes the source's packing of weights
 CONFIG_NAME = "config.json"
 
@@ -99,8 +101,8 @@ class ConvertedPieces:
     def __init__(self, source: ConvertedSource, reader: Reader, piece_nbytes: int) -> None:
         self._source = source
         self._plan = source.made
-        self._reader = PieceSource(reader, piece_nbytes=piece_nbytes)
-        self._piece = piece_nbytes
+        self._reader = PieceSource(reader, piece_nbytes=INPUT_PIECE_NBYTES)
+        self._piece = min(piece_nbytes, OUTPUT_PIECE_NBYTES)
         self._maker = ModuleMaker(source.made, refine=source.options.refine)
         self._inputs = ExpertInputs(source.checkpoint, source.made.counts)
         self._few = FewExperts(
