@@ -6,12 +6,16 @@ comes out is an ordinary affine tensor that ``mx.dequantize`` reads. Docs: docs/
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_stream.backends.cpu.pool import default_threads
 from mlx_stream.errors import PackError
 from mlx_stream.storage.quant_spec import QuantSpec
 
@@ -119,15 +123,12 @@ def _refined(w: mx.array, plain: Quantized, spec: QuantSpec) -> Quantized:
     scales, biases = plain.scales.reshape(-1), plain.biases.reshape(-1)
     fits = {"scale": _floats(scales), "bias": _floats(biases)}
     error = norm = 0.0
-    step = max(1, BLOCK // size)
-    for at in range(0, groups.shape[0], step):
-        part = slice(at, at + step)
-        x = _floats(groups[part])
+    for part, x, found in _searched(groups, bits, max(1, BLOCK // size)):
         scale, bias = fits["scale"][part], fits["bias"][part]
         codes = unpack_codes(words[part], bits)
         fit = _Fit(scale, bias, codes, _errors(x, scale, bias, codes))
         fit = fit.better_of(_stored_fit(x, scale, bias, bits, w.dtype))
-        fit = fit.better_of(_stored_fit(x, *_search(x, bits), bits, w.dtype))
+        fit = fit.better_of(_stored_fit(x, *found, bits, w.dtype))
         scale[:], bias[:] = fit.scale, fit.bias
         words[part] = pack_codes(fit.codes, bits)
         error += float(fit.error.sum())
@@ -139,6 +140,27 @@ def _refined(w: mx.array, plain: Quantized, spec: QuantSpec) -> Quantized:
         error,
         norm,
     )
+
+
+def _searched(
+    groups: mx.array, bits: int, step: int
+) -> Iterator[tuple[slice, Floats, tuple[Floats, Floats]]]:
+    """Blocks of groups in order, their values, and what `_search` finds, on all cores.
+
+    The threads see numpy arrays only.
+    """
+    threads = default_threads()
+    with ThreadPoolExecutor(threads, "mlx_stream-refine") as pool:
+        ahead: deque[tuple[slice, Floats, Future[tuple[Floats, Floats]]]] = deque()
+        for at in range(0, groups.shape[0], step):
+            part = slice(at, at + step)
+            x = _floats(groups[part])
+            ahead.append((part, x, pool.submit(_search, x, bits)))
+            if len(ahead) > 2 * threads:
+                first, values, future = ahead.popleft()
+                yield first, values, future.result()
+        for first, values, future in ahead:
+            yield first, values, future.result()
 
 
 def _stored_fit(x: Floats, scale: Floats, bias: Floats, bits: int, dtype: mx.Dtype) -> _Fit:
