@@ -179,7 +179,7 @@ def main(
     try:
         for name in predict.split(","):
             config = StreamConfig.build(
-                memory_budget=ROOMY, throttle=throttle or None, predict=name
+                memory_budget=ROOMY, throttle=throttle or None, predict=name, prerouter="off"
             )
             engines[name] = Engine(folder, config)
         any_engine = next(iter(engines.values()))

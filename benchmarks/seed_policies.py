@@ -93,7 +93,11 @@ def run(folder: Path, work: Sequence[Piece], share: float) -> dict[str, list[Rep
     records = 0
     for seed in SEED_POLICIES:
         config = StreamConfig.build(
-            memory_budget=ROOMY, decode_path="exact", predict="off", seed_policy=seed
+            memory_budget=ROOMY,
+            decode_path="exact",
+            predict="off",
+            seed_policy=seed,
+            prerouter="off",
         )
         engine = Engine(folder, config)
         try:

@@ -17,7 +17,7 @@ WINDOW = 512
 @pytest.fixture(scope="module")
 def runtime():
     """A budget below the experts' size: they really are read again and again."""
-    with load(memory_budget="90MB", backend="cpu") as loaded:
+    with load(memory_budget="90MB", backend="cpu", prerouter="off") as loaded:
         yield loaded
 
 

@@ -79,7 +79,9 @@ class Soak:
     def prepare(self) -> None:
         """Reference answers, once."""
         text = (demo_path() / "heldout.txt").read_text()
-        with load(self.folder, memory_budget=ROOMY, decode_path="exact", predict="off") as runtime:
+        with load(
+            self.folder, memory_budget=ROOMY, decode_path="exact", predict="off", prerouter="off"
+        ) as runtime:
             vocab = runtime.engine._shape.vocab
             self.text = (
                 runtime.encode(text)
@@ -133,7 +135,7 @@ class Soak:
             "draft_model": draft,
             "num_draft_tokens": rng.randint(1, 5),
         }
-        runtime = load(self.folder, memory_budget=ROOMY, **options)
+        runtime = load(self.folder, memory_budget=ROOMY, prerouter="off", **options)
         runtime.soak_options = options  # type: ignore[attr-defined]
         if draft is not None:
             self.counts["engines with a draft"] += 1
@@ -209,7 +211,7 @@ class Soak:
         engine, rng = runtime.engine, self.random
         if needed is not None and rng.random() < 0.5:
             return engine.change_budget(ROOMY)
-        scratch = engine._traits.scratch
+        scratch = engine._plans.scratch
         if needed is None:
             least = engine.budget.used - engine.decoder.nbytes + scratch
         else:

@@ -8,7 +8,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_stream.decode.predict import REST_TOKENS, WINDOW_TOKENS, Lookahead, PreviousToken
+from mlx_stream.decode.predict import (
+    REST_TOKENS,
+    WINDOW_TOKENS,
+    Lookahead,
+    PayMeter,
+    PreviousToken,
+)
 from mlx_stream.decode.readahead import GUESS_SETS, LEAST_SETS
 from mlx_stream.experts.streamed_experts import set_executor
 from tests.decode.running import answer, check_slots, hold, settled_answer
@@ -179,6 +185,8 @@ def test_it_switches_itself_off_and_on_again(run, monkeypatch):
     monkeypatch.setattr(
         Lookahead, "route", lambda self, experts, x: mx.zeros((1, TOP_K), dtype=mx.uint32)
     )
+    token = PayMeter.token  # a lie that comes true by chance, on a slow moment, must not count
+    monkeypatch.setattr(PayMeter, "token", lambda self, saved, cost: token(self, 0.0, cost))
     steps = 2 * WINDOW_TOKENS + rest + 10
     engine = run("auto", 14, steps=steps)
     named = [step.predicted > 0 for step in engine.decode_metrics.history]

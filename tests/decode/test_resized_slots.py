@@ -48,7 +48,7 @@ def test_answers_stay_right_while_the_budget_changes(checkpoint, open_engine, pa
         for (token, _), share in zip(itertools.islice(steps, 12), budgets, strict=False):
             tokens.append(token)
             if share is not None:
-                scratch = engine._traits.scratch
+                scratch = engine._plans.scratch
                 least = engine.budget.used - engine.decoder.nbytes + engine.decoder.nbytes_least
                 engine.change_budget(least + scratch + int(share * engine.index.nbytes))
         steps.close()

@@ -44,7 +44,7 @@ engine = engines.Engine(model, StreamConfig(backend="cpu", decode_path=path, pre
                                             memory_budget=10**9, chunk_tokens=64,
                                             io="direct" if kind == "cpu" else "buffered"))
 nbytes, opened = engine.index.nbytes, rss()
-engine.budget.total = int(float(share) * nbytes) + engine._traits.scratch + engine.budget.used
+engine.budget.total = int(float(share) * nbytes) + engine._plans.scratch + engine.budget.used
 engine.budget.total += engine.plan(64).memory.kv
 answer = []
 for prompt in (list(range(64)), list(range(100, 120))):
