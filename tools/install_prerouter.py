@@ -5,12 +5,14 @@ Without --tier they are the checkpoint's own (``prerouter.json``). With one they
 
 \b
 Examples:
-  python tools/install_prerouter.py --from build/k4_final --checkpoint mlx_stream/demo
-  python tools/install_prerouter.py --from build/k2_final --checkpoint mlx_stream/demo --tier k2
+  python tools/install_prerouter.py --from build/k4_final --earlier build/k4 \\
+      --earlier build/k4_lora --checkpoint mlx_stream/demo
+  python tools/install_prerouter.py --from build/k2_final ... --tier k2
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from dataclasses import replace
@@ -24,25 +26,32 @@ if str(ROOT) not in sys.path:  # run as a script
     sys.path.insert(0, str(ROOT))
 
 from mlx_stream.prerouter.spec_file import SPEC_NAME, read_spec, write_spec  # noqa: E402
+from mlx_stream.whole_files import write_whole  # noqa: E402
 from tools.prerouter_training.files import (  # noqa: E402
     HEADS_NAME,
     LORA_NAME,
+    REPORT_NAME,
     need_phase,
     save_whole,
 )
 
+METRICS_NAME = "prerouter_metrics.json"
 _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 
 
 @click.command(help=__doc__)
 @click.option("--from", "trained", type=_FOLDER, required=True, help="OUT of phase 2 or 3.")
+@click.option("--earlier", type=_FOLDER, multiple=True, help="OUT of earlier phases, in order.")
 @click.option("--checkpoint", type=_FOLDER, required=True)
 @click.option("--tier", help="A name for heads beside the checkpoint's own.")
 @click.option("--phase", type=click.IntRange(2, 3), default=3, show_default=True)
-def main(trained: Path, checkpoint: Path, tier: str | None, phase: int) -> None:
+def main(
+    trained: Path, earlier: tuple[Path, ...], checkpoint: Path, tier: str | None, phase: int
+) -> None:
     """Command line."""
     need_phase(trained, phase, "tools/train_recovery_lora.py")
     click.echo(install(trained, checkpoint, tier))
+    note_reports([*earlier, trained], checkpoint, tier)
 
 
 def install(trained: Path, checkpoint: Path, tier: str | None) -> Path:
@@ -60,6 +69,17 @@ def install(trained: Path, checkpoint: Path, tier: str | None) -> Path:
     path = checkpoint / _named(SPEC_NAME, tier)
     write_spec(path, replace(spec, heads_file=names[HEADS_NAME], lora=lora))
     return path
+
+
+def note_reports(folders: list[Path], checkpoint: Path, tier: str | None) -> None:
+    """Put the phases' reports into the checkpoint's METRICS_NAME, by tier and phase."""
+    path = checkpoint / METRICS_NAME
+    known = json.loads(path.read_text()) if path.exists() else {}
+    reports = [json.loads((folder / REPORT_NAME).read_text()) for folder in folders]
+    for report in reports:
+        report["settings"].pop("more", None)  # a path of the machine that trained
+    known[tier or "own"] = {f"phase_{report['phase']}": report for report in reports}
+    write_whole(path, json.dumps(known, indent=1) + "\n")
 
 
 def _named(name: str, tier: str | None) -> str:

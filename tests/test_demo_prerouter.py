@@ -1,0 +1,92 @@
+"""The demo model's trained heads and LoRA: small, sound, and as good as the record says."""
+
+import json
+import math
+
+import mlx.core as mx
+import pytest
+
+from mlx_stream.adapters.lora_file import open_adapter
+from mlx_stream.hub import demo_path
+from mlx_stream.prerouter.head_file import open_heads
+from mlx_stream.prerouter.spec_file import read_spec
+from mlx_stream.runtime import load
+
+TIERS = {"own": ("prerouter.json", 4), "k2": ("prerouter_k2.json", 2)}
+CHECK_TOKENS = 160  # what the record's "check" is of
+
+
+@pytest.fixture(scope="module")
+def record():
+    return json.loads((demo_path() / "prerouter_metrics.json").read_text())
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_files_are_sound(tier):
+    name, top_k = TIERS[tier]
+    spec = read_spec(demo_path() / name)
+    assert (spec.trained, spec.top_k) == (True, top_k)
+    assert spec.consumers == tuple(n + 1 for n in spec.owners)
+    file = open_heads(demo_path() / spec.heads_file, spec, hidden=256, experts=32)
+    assert len(file.tensors) == 3 * len(spec.owners)
+    adapter = open_adapter(demo_path() / spec.lora.file, spec.lora.scale)
+    assert len(adapter.pairs) == 6 * 4
+    assert all(".self_attn." in module for module in adapter.pairs)
+    assert {pair.rank for pair in adapter.pairs.values()} == {spec.lora.rank}
+
+
+def test_they_are_small():
+    names = [n for n in demo_path().iterdir() if n.name.startswith(("prerouter", "lora"))]
+    assert len(names) == 7
+    assert sum(name.stat().st_size for name in names) <= 2_000_000
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_record_says_that_training_helped(record, tier):
+    first, second, third = (record[tier][f"phase_{n}"] for n in (1, 2, 3))
+    for layer, share in first["recall"]["heads"].items():
+        assert share > 1.3 * first["recall"]["copy"][layer]
+        assert share > 1.3 * first["recall"]["warm start"][layer]
+    base, heads = (second["perplexity"][n] for n in ("base", "predicted, heads before"))
+    lora, distilled = (r["perplexity"]["predicted with LoRA"] for r in (second, third))
+    assert base < lora < heads
+    assert base < distilled < 1.001 * lora  # no worse, but for noise
+
+
+def losses(runtime, ids):
+    """Negative log-likelihood of tokens 2.. of the ids, each but the first by a decode step."""
+    found, rest = [], iter(ids[1:])
+
+    def forced(logprobs):
+        token = next(rest)
+        found.append(-logprobs[0, token].item())
+        return mx.array([token])
+
+    tokens = runtime.engine.decode(runtime.engine.prefill(ids[:1]), ids[:1], sampler=forced)
+    while len(found) < len(ids) - 1:
+        next(tokens)
+    tokens.close()
+    return found
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_runtime_decodes_as_well_as_the_trainer_measured(record, tier):
+    spec = demo_path() / TIERS[tier][0]
+    with load(memory_budget="90MB", backend="cpu", prerouter="on", prerouter_spec=spec) as runtime:
+        text = (demo_path() / "heldout.txt").read_text(encoding="utf-8")
+        found = losses(runtime, runtime.encode(text)[:CHECK_TOKENS])[1:]
+        decode = runtime.engine.decode_metrics.as_dict()
+    wanted = record[tier]["phase_3"]["perplexity"]["check, predicted with LoRA"]
+    assert math.exp(sum(found) / len(found)) == pytest.approx(wanted, rel=1e-3)
+    layers = len(read_spec(spec).consumers)
+    assert decode["predicted_layer_steps"] == layers * (CHECK_TOKENS - 3)
+    assert decode["dropped_experts"] == 0
+
+
+def test_auto_turns_it_on_and_off_leaves_the_plain_model():
+    with load(memory_budget="90MB", backend="cpu") as runtime:
+        assert runtime.engine.adapters.default is not None
+        assert runtime.engine.decoder.plan.path == "prerouted"
+    with load(memory_budget="90MB", backend="cpu", prerouter="off") as runtime:
+        assert runtime.engine.adapters.default is None
+        assert runtime.engine.decoder.plan.path == "exact"

@@ -1,0 +1,1 @@
+"""Training of Prerouter heads and of the Recovery LoRA; PyTorch, extra ``train``."""
