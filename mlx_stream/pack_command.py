@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -149,7 +150,13 @@ def pack(
     source = resolve_model(model)
     opener = _opener(source, conversion)
     orders = None if order is None else _orders(opener(source).index, order)
-    options = PackOptions(orders=orders, verify=verify, force=force, io=io, open=opener)
+    opened: list[PackSource] = []
+
+    def opening(path: Path) -> PackSource:
+        opened.append(opener(path))
+        return opened[-1]
+
+    options = PackOptions(orders=orders, verify=verify, force=force, io=io, open=opening)
     with byte_bar() as progress:
         report = run(source, output, options, progress)
     if report.already:
@@ -166,6 +173,7 @@ def pack(
     )
     if report.errors:
         _show_errors(report, output)
+    _show_misfits(opened[-1])
 
 
 def _opener(source: Path, conversion: Conversion) -> Callable[[Path], PackSource]:
@@ -196,8 +204,7 @@ def _show_errors(report: PackReport, output: Path) -> None:
 
     kinds: dict[str, list[TensorError]] = {}
     for name, error in report.errors.items():
-        kind = ".".join(p for p in name.split(".")[:-1] if not p.isdigit())
-        kinds.setdefault(kind, []).append(error)
+        kinds.setdefault(_kind(name.rpartition(".")[0]), []).append(error)
     width = max(len(kind) for kind in kinds)
     click.echo(f"{'quantized':<{width}}  weights  relative error (worst)")
     for kind, errors in sorted(kinds.items()):
@@ -205,6 +212,23 @@ def _show_errors(report: PackReport, output: Path) -> None:
         worst = max(e.relative for e in errors)
         click.echo(f"{kind:<{width}}  {len(errors):>7}  {total:.4f} ({worst:.4f})")
     click.echo(f"of each weight: {output / MANIFEST_NAME}")
+
+
+def _kind(path: str) -> str:
+    """A module's path without the numbers of layers."""
+    return ".".join(p for p in path.split(".") if not p.isdigit())
+
+
+def _show_misfits(source: PackSource) -> None:
+    """What could not be quantized as it was asked, so that nobody takes it for done."""
+    from mlx_stream.convert.source import ConvertedSource
+
+    if not isinstance(source, ConvertedSource):
+        return
+    kinds = Counter(_kind(w.path) for w in source.made.widths.values() if w.misfit)
+    if kinds:
+        named = ", ".join(f"{kind} ({count})" for kind, count in sorted(kinds.items()))
+        click.echo(f"not quantized, rows are no multiple of the group size: {named}")
 
 
 @click.command(epilog=VERIFY_EXAMPLES)

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -256,3 +257,14 @@ def test_the_public_surface_is_documented_and_annotated(module):
             if is_property(node):
                 continue  # its name and type may say it all
         assert ast.get_docstring(node), f"{module}: {name} has no docstring"
+
+
+def test_every_package_is_installed():
+    """Editable installs work without; wheels would lack the folder."""
+    listed = set(
+        tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"][
+            "packages"
+        ]
+    )
+    found = {name.removesuffix(".__init__") for name in FILES if name.endswith(".__init__")}
+    assert found <= listed

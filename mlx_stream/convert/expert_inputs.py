@@ -32,6 +32,20 @@ def layer_number(name: str) -> int:
     return int(found[1]) if found else -1
 
 
+def require_loadable(checkpoint: Checkpoint) -> None:
+    """Raises UnsupportedModelError for a dtype that MLX cannot load."""
+    for t in checkpoint.tensors.values():
+        if t.dtype not in FROM_FILE:
+            raise UnsupportedModelError(
+                "a tensor has a dtype that MLX cannot load",
+                file=checkpoint.files[t.file].path,
+                tensor=t.name,
+                expected=", ".join(FROM_FILE),
+                actual=t.dtype,
+                remedy="convert the checkpoint to bfloat16 first",
+            )
+
+
 @dataclass(frozen=True)
 class Piecewise:
     """One tensor of a choice of experts: what it is called there, and the source of each row."""
@@ -51,10 +65,8 @@ class ExpertInputs:
     """The expert tensors of a source, by layer.
 
     Args:
+        checkpoint: of dtypes that `require_loadable` lets pass.
         counts: by layer number, how many experts it has.
-
-    Raises:
-        UnsupportedModelError: a dtype that MLX cannot load.
     """
 
     def __init__(self, checkpoint: Checkpoint, counts: Mapping[int, int]) -> None:
@@ -67,15 +79,6 @@ class ExpertInputs:
             self._sort(t)
 
     def _sort(self, t: TensorInfo) -> None:
-        if t.dtype not in FROM_FILE:
-            raise UnsupportedModelError(
-                "a tensor has a dtype that MLX cannot load",
-                file=self._checkpoint.files[t.file].path,
-                tensor=t.name,
-                expected=", ".join(FROM_FILE),
-                actual=t.dtype,
-                remedy="convert the checkpoint to bfloat16 first",
-            )
         layer = layer_number(t.name)
         count = self._counts.get(layer)
         if m := _NUMBERED.fullmatch(t.name):

@@ -89,7 +89,7 @@ def make_spec(mode: str, bits: int | None, group_size: int | None) -> QuantSpec:
     """
     fixed = FIXED.get(mode)
     if fixed is not None:
-        return QuantSpec(mode, bits or fixed.bits, group_size or fixed.group_size)
+        return QuantSpec(mode, _given(bits, fixed.bits), _given(group_size, fixed.group_size))
     if bits is None:
         raise PackError(
             "the affine mode needs a number of bits",
@@ -97,7 +97,12 @@ def make_spec(mode: str, bits: int | None, group_size: int | None) -> QuantSpec:
             actual="none",
             remedy="add --bits",
         )
-    return QuantSpec(mode, bits, group_size or DEFAULT_GROUP)
+    return QuantSpec(mode, bits, _given(group_size, DEFAULT_GROUP))
+
+
+def _given(value: int | None, default: int) -> int:
+    """0 counts as given: MLX has no such quantization, and it must not pass for the default."""
+    return default if value is None else value
 
 
 def conversion_of(

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_stream.convert.arrays import TO_FILE
-from mlx_stream.convert.expert_inputs import layer_number
+from mlx_stream.convert.expert_inputs import layer_number, require_loadable
 from mlx_stream.convert.options import Conversion
 from mlx_stream.convert.widths import (
     ModuleWidth,
@@ -81,8 +81,16 @@ def plan_conversion(checkpoint: Checkpoint, conversion: Conversion) -> Conversio
 
 def load_source(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
     """The source as mlx-lm loads it, lazily. Raises UnsupportedModelError, MissingTensorError."""
-    config = checkpoint.config
-    method = (config.get("quantization_config") or {}).get("quant_method")
+    found = checkpoint.config.get("quantization_config") or {}
+    if not isinstance(found, dict):
+        raise UnsupportedModelError(
+            "config.json says in no known way how the weights are quantized",
+            file=checkpoint.path / "config.json",
+            expected="quantization_config as an object",
+            actual=repr(found)[:100],
+            remedy="download config.json again",
+        )
+    method = found.get("quant_method")
     if method in ("awq", "gptq", "bitnet"):
         raise UnsupportedModelError(
             "the source's quantization cannot be packed expert by expert",
@@ -91,6 +99,7 @@ def load_source(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
             actual=f"quant_method {method!r}",
             remedy="convert it with mlx_lm.convert, then pack the result",
         )
+    require_loadable(checkpoint)
     return load_lazy(checkpoint.path, **packed_arguments(checkpoint, False))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,16 +19,21 @@ from mlx_stream.convert.options import Conversion
 from mlx_stream.errors import PackError, UnsupportedModelError
 from mlx_stream.storage.quant_spec import QuantSpec
 
+EXPERTS, REST = "the routed experts", "what is no routed expert"
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
 @dataclass(frozen=True)
 class ModuleWidth:
-    """One module with a weight: how it is, and how it is to be. None: floats."""
+    """One module with a weight: how it is, and how it is to be. None: floats.
+
+    misfit: whether it stays as it is because its rows are no multiple of the group asked for.
+    """
 
     path: str
     now: QuantSpec | None
     then: QuantSpec | None
+    misfit: bool = False
 
     @property
     def changes(self) -> bool:
@@ -49,7 +54,8 @@ def module_widths(
         PackError: no module can have what is asked for.
         UnsupportedModelError: a quantized module that cannot be made anew.
     """
-    found = {}
+    found: dict[str, ModuleWidth] = {}
+    parts: dict[str, list[ModuleWidth]] = {EXPERTS: [], REST: []}
     for path, module in model.named_modules():
         if "weight" not in module:
             continue
@@ -59,14 +65,21 @@ def module_widths(
         then = now if wanted is None else _target(model, path, module, now, wanted)
         if then != now and "global_scale" in module:
             _fail_global_scale(path)
-        found[path] = ModuleWidth(path, now, then)
-    if conversion.specs and not any(w.then is not None for w in found.values()):
-        raise PackError(
-            "no weight of this model can be quantized so",
-            expected="rows that are multiples of a group",
-            actual=", ".join(s.name for s in conversion.specs),
-            remedy="choose a smaller --group-size",
-        )
+        if then != now and now is None and not mx.issubdtype(module.weight.dtype, mx.floating):
+            _fail_no_floats(path, module.weight.dtype)
+        quantizable = now is not None or hasattr(module, "to_quantized")
+        misfit = wanted is not None and quantizable and not _fits(module, now, wanted)
+        found[path] = ModuleWidth(path, now, then, misfit)
+        if quantizable:
+            parts[EXPERTS if expert else REST].append(found[path])
+    for part, wanted in ((EXPERTS, conversion.experts), (REST, conversion.rest)):
+        if wanted is not None and all(w.misfit for w in parts[part]):
+            raise PackError(
+                f"no weight of {part} can be quantized so",
+                expected=f"rows that are multiples of {wanted.group_size}",
+                actual=f"{wanted.name}, and all rows have other lengths",
+                remedy="choose a smaller --group-size",
+            )
     return found
 
 
@@ -82,9 +95,7 @@ def _target(
 ) -> QuantSpec | None:
     if now is None and not hasattr(module, "to_quantized"):
         return None
-    inputs = module.weight.shape[-1]
-    inputs = inputs if now is None else inputs * 32 // now.bits
-    if inputs % wanted.group_size:
+    if not _fits(module, now, wanted):
         return now
     predicate = getattr(model, "quant_predicate", None)
     said = True if predicate is None else predicate(path, module)
@@ -92,17 +103,34 @@ def _target(
         wanted = QuantSpec(
             said.get("mode", "affine"), said.get("bits", 4), said.get("group_size", 64)
         )
-        return now if inputs % wanted.group_size else wanted
+        return wanted if _fits(module, now, wanted) else now
     return wanted if said else now
 
 
-def _fail_global_scale(path: str) -> None:
+def _fits(module: nn.Module, now: QuantSpec | None, wanted: QuantSpec) -> bool:
+    """Whether a row is a whole number of groups."""
+    inputs = module.weight.shape[-1]
+    inputs = inputs if now is None else inputs * 32 // now.bits
+    return inputs % wanted.group_size == 0
+
+
+def _fail_global_scale(path: str) -> NoReturn:
     raise UnsupportedModelError(
         "a weight has a scale for the whole tensor, which cannot be quantized again",
         tensor=path,
         expected="floats, or a quantization without global_scale",
         actual="nvfp4 with global_scale",
         remedy="pack it as it is: leave --bits and --mode out",
+    )
+
+
+def _fail_no_floats(path: str, dtype: mx.Dtype) -> NoReturn:
+    raise UnsupportedModelError(
+        "a weight to be quantized has neither floats nor scales",
+        tensor=f"{path}.weight",
+        expected="floats, or an MLX quantization",
+        actual=f"{dtype}",
+        remedy="convert the checkpoint to bfloat16 first",
     )
 
 
