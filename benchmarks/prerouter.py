@@ -23,6 +23,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from benchmarks.decode_budget import PROMPT_TOKENS, ROOMY, make_prompt, pin_cach
 from mlx_stream.config import StreamConfig
 from mlx_stream.decode.metrics import StepMetrics
 from mlx_stream.engine import Engine
+from mlx_stream.errors import PrerouterError
 from mlx_stream.hub import demo_path
 from mlx_stream.prerouter.opening import choose_prerouter
 from mlx_stream.prerouter.spec import PrerouterSpec
@@ -230,11 +232,10 @@ def main(
     """Open an engine for every arm and measure."""
     folder = model or demo_path()
     with tempfile.TemporaryDirectory() as scratch:
-        choice = choose_prerouter(folder, "auto", spec)
-        heads = choice.reason.removeprefix("on: ") if choice.spec else "random"
-        if spec is not None and choice.spec is None:
-            heads = f"{spec} (not trained)"
-        elif choice.spec is None:
+        heads = "random"
+        with suppress(PrerouterError):  # there are none; a bad spec fails below
+            heads = choose_prerouter(folder, "on", spec).reason.removeprefix("on: ")
+        if heads == "random" and spec is None:
             plain = Engine(folder, StreamConfig.build(memory_budget=ROOMY, backend=backend))
             spec = random_prerouter(folder, Path(scratch), plain)
             plain.close()

@@ -173,6 +173,8 @@ def pack(
     )
     if report.errors:
         _show_errors(report, output)
+    elif conversion.specs:
+        click.echo("no weight was changed: all have the widths asked for, or cannot have them")
     _show_misfits(opened[-1])
 
 

@@ -260,13 +260,16 @@ def load(
         adapter: low-rank adapter of requests that name none: a safetensors file in the published
             form or mlx-lm's folder; ``"auto"`` is the Prerouter's own, ``"off"`` none.
         adapter_scale: alpha / r of a file that nothing beside it tells.
-        draft_model: a small model of the same vocabulary for speculative decoding, held in memory.
+        draft_model: a small model of the same vocabulary for speculative decoding, held in memory;
+            ``prerouter="auto"`` then means off.
         num_draft_tokens: tokens that it proposes a step.
 
     Raises:
         CheckpointError: the checkpoint is damaged, dense, or of an unknown layout.
         BudgetError: the resident weights alone exceed the budget.
     """
+    if draft_model is not None and prerouter == "auto":
+        prerouter = "off"  # heads say where one token goes, a draft is several
     config = StreamConfig.build(
         memory_budget=memory_budget,
         chunk_tokens=chunk_tokens,

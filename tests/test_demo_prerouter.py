@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_stream.adapters.lora_file import open_adapter
+from mlx_stream.errors import CapabilityError
 from mlx_stream.hub import demo_path
 from mlx_stream.prerouter.head_file import open_heads
 from mlx_stream.prerouter.spec_file import read_spec
@@ -25,7 +26,7 @@ def record():
 def test_the_files_are_sound(tier):
     name, top_k = TIERS[tier]
     spec = read_spec(demo_path() / name)
-    assert (spec.trained, spec.top_k) == (True, top_k)
+    assert (spec.trained, spec.top_k) == (False, top_k)  # on request only
     assert spec.consumers == tuple(n + 1 for n in spec.owners)
     file = open_heads(demo_path() / spec.heads_file, spec, hidden=256, experts=32)
     assert len(file.tensors) == 3 * len(spec.owners)
@@ -83,10 +84,18 @@ def test_the_runtime_decodes_as_well_as_the_trainer_measured(record, tier):
     assert decode["dropped_experts"] == 0
 
 
-def test_auto_turns_it_on_and_off_leaves_the_plain_model():
-    with load(memory_budget="90MB", backend="cpu") as runtime:
+def test_it_runs_on_request_and_auto_leaves_the_plain_model():
+    with load(memory_budget="90MB", backend="cpu", prerouter="on") as runtime:
         assert runtime.engine.adapters.default is not None
         assert runtime.engine.decoder.plan.path == "prerouted"
-    with load(memory_budget="90MB", backend="cpu", prerouter="off") as runtime:
+    with load(memory_budget="90MB", backend="cpu") as runtime:
         assert runtime.engine.adapters.default is None
         assert runtime.engine.decoder.plan.path == "exact"
+
+
+def test_a_draft_model_turns_auto_off():
+    """Verified tokens are several at once, and heads speak of one; asked for, both is an error."""
+    with load(memory_budget="150MB", backend="cpu", draft_model=demo_path()) as runtime:
+        assert runtime.engine.decoder.plan.path != "prerouted"
+    with pytest.raises(CapabilityError, match="predicted routing"):
+        load(memory_budget="150MB", backend="cpu", draft_model=demo_path(), prerouter="on")

@@ -44,17 +44,23 @@ _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 @click.option("--earlier", type=_FOLDER, multiple=True, help="OUT of earlier phases, in order.")
 @click.option("--checkpoint", type=_FOLDER, required=True)
 @click.option("--tier", help="A name for heads beside the checkpoint's own.")
+@click.option("--on-request", is_flag=True, help="Only for --prerouter on: auto leaves it off.")
 @click.option("--phase", type=click.IntRange(2, 3), default=3, show_default=True)
 def main(
-    trained: Path, earlier: tuple[Path, ...], checkpoint: Path, tier: str | None, phase: int
+    trained: Path,
+    earlier: tuple[Path, ...],
+    checkpoint: Path,
+    tier: str | None,
+    on_request: bool,
+    phase: int,
 ) -> None:
     """Command line."""
     need_phase(trained, phase, "tools/train_recovery_lora.py")
-    click.echo(install(trained, checkpoint, tier))
+    click.echo(install(trained, checkpoint, tier, on_request=on_request))
     note_reports([*earlier, trained], checkpoint, tier)
 
 
-def install(trained: Path, checkpoint: Path, tier: str | None) -> Path:
+def install(trained: Path, checkpoint: Path, tier: str | None, *, on_request: bool = False) -> Path:
     """Copy the files, the spec last; returns its path.
 
     Raises:
@@ -67,7 +73,8 @@ def install(trained: Path, checkpoint: Path, tier: str | None) -> Path:
         save_whole(partial(shutil.copyfile, trained / name), checkpoint / target)
     lora = replace(spec.lora, file=names[LORA_NAME])
     path = checkpoint / _named(SPEC_NAME, tier)
-    write_spec(path, replace(spec, heads_file=names[HEADS_NAME], lora=lora))
+    auto = spec.trained and not on_request
+    write_spec(path, replace(spec, trained=auto, heads_file=names[HEADS_NAME], lora=lora))
     return path
 
 

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,16 +36,30 @@ SIZE = 8 * BLOCK + 100  # of each test file
 IO = pytest.mark.parametrize("io", ["direct", "buffered"])
 
 
-def resources() -> tuple[set[str], int]:
+DESCRIPTORS = Path("/proc/self/fd")
+
+
+def resources(folder: Path) -> tuple[set[str], list[str]]:
+    """Our threads, and the open files below a folder: what other tests held may close meanwhile."""
     threads = {t.name for t in threading.enumerate() if t.name.startswith("mlx-stream")}
-    return threads, len(os.listdir("/dev/fd"))
+    opened = []
+    for fd in DESCRIPTORS.iterdir() if DESCRIPTORS.is_dir() else ():
+        with suppress(OSError):  # the listing's own
+            opened.append(os.readlink(fd))
+    return threads, [path for path in opened if path.startswith(str(folder))]
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
-    before = resources()
+def nothing_left_behind(tmp_path):
+    before = resources(tmp_path)
     yield
-    assert resources() == before
+    assert resources(tmp_path) == before
+
+
+@pytest.mark.skipif(not DESCRIPTORS.is_dir(), reason="descriptors have no names here")
+def test_the_check_sees_an_open_file(tmp_path):
+    with open(tmp_path / "file", "w"):
+        assert resources(tmp_path) == (set(), [str(tmp_path / "file")])
 
 
 @pytest.fixture(autouse=True)
@@ -551,26 +567,26 @@ def test_threads_have_names_and_die_with_the_process(checkpoint):
 
 
 def test_a_dropped_reader_ends_its_threads_and_closes_its_files(checkpoint):
-    before = resources()
+    before = resources(checkpoint.path)
     r = Reader(checkpoint, threads=3)
     r.submit([block_op(0)], aligned_buffer(BLOCK)).wait(10)
-    assert resources() != before
+    assert resources(checkpoint.path) != before
     del r
-    wait_for(lambda: resources() == before)
+    wait_for(lambda: resources(checkpoint.path) == before)
 
 
 def test_a_reader_in_a_cycle_is_collected(checkpoint):
-    before = resources()
+    before = resources(checkpoint.path)
     r = Reader(checkpoint)
     r.itself = r
     del r
     gc.collect()
-    wait_for(lambda: resources() == before)
+    wait_for(lambda: resources(checkpoint.path) == before)
 
 
 def test_a_reader_dropped_while_it_reads(checkpoint):
     """What runs ends well, what is queued is cancelled; nobody waits for ever."""
-    before, gate = resources(), Gate()
+    before, gate = resources(checkpoint.path), Gate()
     r = Reader(checkpoint, threads=1, fault=gate)
     first = r.submit([block_op(0)], aligned_buffer(BLOCK))
     queued = r.submit([block_op(n) for n in range(4)], aligned_buffer(4 * BLOCK))
@@ -580,18 +596,18 @@ def test_a_reader_dropped_while_it_reads(checkpoint):
     first.wait(10)
     with pytest.raises(ReadCancelled):
         queued.wait(10)
-    wait_for(lambda: resources() == before)
+    wait_for(lambda: resources(checkpoint.path) == before)
 
 
 def test_a_reader_may_be_collected_inside_its_own_lock(checkpoint):
     """A collection begins anywhere: the finalizer must take no lock."""
-    before = resources()
+    before = resources(checkpoint.path)
     r = Reader(checkpoint)
     workers = r._workers
     with workers._lock:
         del r
         assert workers.closed
-    wait_for(lambda: resources() == before)
+    wait_for(lambda: resources(checkpoint.path) == before)
 
 
 @pytest.mark.parametrize("state", ["idle", "reading", "throttled"])
