@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,10 @@ def source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
         try:
             with open(identity.path, "rb") as file:
                 head = file.read(LENGTH_NBYTES)
-                head += file.read(header_nbytes(head, identity.size, identity.path) - LENGTH_NBYTES)
+                wanted = header_nbytes(head, identity.size, identity.path)
+                head += file.read(wanted - LENGTH_NBYTES)
+            if len(head) != wanted:
+                raise OSError(errno.EIO, f"{len(head)} bytes of a header of {wanted}")
         except OSError as error:
             raise CheckpointError(
                 "A shard cannot be read.",

@@ -70,7 +70,7 @@ def side_bytes(file: SideFile) -> bytes:
     if path is None:
         return file.data
     try:
-        return path.read_bytes()
+        size, data = path.stat().st_size, path.read_bytes()
     except OSError as error:
         raise PackError(
             "a file beside the weights cannot be read",
@@ -78,3 +78,12 @@ def side_bytes(file: SideFile) -> bytes:
             actual=error.strerror or str(error),
             remedy="check its permissions, or move it out of the folder",
         ) from error
+    if len(data) != size:
+        raise PackError(
+            "a file beside the weights was not read to its end",
+            file=path,
+            expected=f"{size} bytes",
+            actual=f"{len(data)} bytes",
+            remedy="check the disk, and that nothing writes the file, then run the command again",
+        )
+    return data

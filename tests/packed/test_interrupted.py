@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
 import os
 import random
 import shutil
@@ -14,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_stream.errors import CheckpointError, PackError
-from mlx_stream.packed import output_file
+from mlx_stream.errors import CheckpointError, MlxStreamError, PackError
+from mlx_stream.packed import manifest_json, output_file
 from mlx_stream.packed import pack as pack_module
 from mlx_stream.packed.folder_lock import LOCK_NAME, folder_lock
 from mlx_stream.packed.pack import PackOptions, pack
@@ -346,3 +348,29 @@ def test_a_source_that_changes_meanwhile_is_not_packed(plain, tmp_path):
     with pytest.raises(CheckpointError, match="changed"):
         pack(source, target, PackOptions(), touch)
     assert MANIFEST_NAME not in final_names(target)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001"])
+def test_half_a_file_is_not_taken_for_the_whole(plain, tmp_path, monkeypatch, name):
+    """A read that ends early, of a file beside the weights or of a header, is no end of file."""
+    read, opened = Path.read_bytes, builtins.open
+
+    def half(path):
+        data = read(path)
+        return data[: len(data) // 2] if path.name.startswith(name) else data
+
+    class Short(io.BufferedReader):
+        def read(self, size=-1):
+            return super().read(size if size < 16 else size // 2)
+
+    def short(path, *rest, **options):
+        file = opened(path, *rest, **options)
+        return Short(file.detach()) if Path(path).name.startswith(name) else file
+
+    if name == "config.json":
+        monkeypatch.setattr(Path, "read_bytes", half)
+    else:
+        monkeypatch.setattr(manifest_json, "open", short, raising=False)
+    with pytest.raises(MlxStreamError):
+        pack_checkpoint(plain, tmp_path / "packed")
+    assert not (tmp_path / "packed" / "packed.json").exists()
