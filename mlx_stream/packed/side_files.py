@@ -38,7 +38,17 @@ def side_files(folder: Path) -> list[Path]:
     for entry in sorted(os.scandir(folder), key=lambda e: e.name):
         name = entry.name
         wanted = any(fnmatchcase(name, pattern) for pattern in PATTERNS)
-        if not wanted or name in LEFT_OUT or name.startswith(".") or not entry.is_file():
+        if not wanted or name in LEFT_OUT or name.startswith("."):
+            continue
+        if entry.is_symlink() and not os.path.exists(entry.path):
+            raise PackError(
+                "a file beside the weights leads nowhere",
+                file=entry.path,
+                expected="a file",
+                actual=f"a link to {os.readlink(entry.path)}",
+                remedy="finish the download, or remove the link",
+            )
+        if not entry.is_file():
             continue
         if entry.stat().st_size > MAX_NBYTES:
             raise PackError(

@@ -374,3 +374,12 @@ def test_half_a_file_is_not_taken_for_the_whole(plain, tmp_path, monkeypatch, na
     with pytest.raises(MlxStreamError):
         pack_checkpoint(plain, tmp_path / "packed")
     assert not (tmp_path / "packed" / "packed.json").exists()
+
+
+def test_a_link_to_nowhere_is_not_left_out(plain, tmp_path):
+    """A download that was stopped leaves such links; without the tokenizer nothing runs."""
+    source = tmp_path / "source"
+    shutil.copytree(plain, source)
+    (source / "tokenizer.json").symlink_to(tmp_path / "blobs" / "gone")
+    with pytest.raises(PackError, match="leads nowhere"):
+        pack_checkpoint(source, tmp_path / "packed")
