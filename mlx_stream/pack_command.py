@@ -160,7 +160,8 @@ def pack(
     with byte_bar() as progress:
         report = run(source, output, options, progress)
     if report.already:
-        click.echo(f"{output} is packed already: nothing to do")
+        said = f"renewed {', '.join(report.renewed)}" if report.renewed else "nothing to do"
+        click.echo(f"{output} is packed already: {said}")
         return
     experts = sum(r.num_experts for r in report.manifest.layers)
     rate = (report.nbytes - report.kept_nbytes) / max(report.seconds, 1e-9)

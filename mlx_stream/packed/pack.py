@@ -29,6 +29,7 @@ from mlx_stream.packed.manifest_json import (
 )
 from mlx_stream.packed.output_file import OutputFile, write_whole
 from mlx_stream.packed.pieces import PIECE_NBYTES
+from mlx_stream.packed.renewal import renew_side_files
 from mlx_stream.packed.side_files import copy_side_files, side_files
 from mlx_stream.packed.source import PackSource, PieceMaker, SideFile, TensorError, open_plain
 from mlx_stream.packed.target_folder import Found, prepare_target
@@ -69,6 +70,7 @@ class PackOptions:
 class PackReport:
     """What was done. `kept_nbytes` were there from an earlier run.
 
+    `already` means that the weights were there, `renewed` which files beside them were not.
     `errors` are those of the weights that were quantized, by name.
     """
 
@@ -77,6 +79,7 @@ class PackReport:
     kept_nbytes: int
     seconds: float
     already: bool = False
+    renewed: tuple[str, ...] = ()
     errors: Mapping[str, TensorError] = field(default_factory=dict)
 
 
@@ -106,8 +109,11 @@ def pack(
             target, identity, plan, sources, opened.conversion, force=options.force
         )
         if found.done is not None:
+            done, renewed = renew_side_files(opened, found.done, target)
             seconds = time.perf_counter() - started
-            return PackReport(found.done, plan.nbytes, plan.nbytes, seconds, already=True)
+            return PackReport(
+                done, plan.nbytes, plan.nbytes, seconds, already=True, renewed=renewed
+            )
         packing = _Packing(opened, plan, sources, target, options, progress)
         manifest, kept = packing.run(identity, found)
     seconds = time.perf_counter() - started

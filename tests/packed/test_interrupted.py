@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import errno
 import io
+import json
 import os
 import random
 import shutil
@@ -383,3 +384,22 @@ def test_a_link_to_nowhere_is_not_left_out(plain, tmp_path):
     (source / "tokenizer.json").symlink_to(tmp_path / "blobs" / "gone")
     with pytest.raises(PackError, match="leads nowhere"):
         pack_checkpoint(source, tmp_path / "packed")
+
+
+def test_files_beside_the_weights_are_renewed(plain, tmp_path):
+    """Weights that are there are not packed again; an old config or tokenizer is not left there."""
+    source, target = tmp_path / "source", tmp_path / "packed"
+    shutil.copytree(plain, source)
+    (source / "notes.txt").write_text("old")
+    pack_checkpoint(source, target)
+    config = json.loads((source / "config.json").read_text()) | {"note": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "added.jinja").write_text("new")
+    (source / "notes.txt").unlink()
+    report = pack_checkpoint(source, target)
+    assert report.already
+    assert report.renewed == ("added.jinja", "config.json", "notes.txt")
+    assert json.loads((target / "config.json").read_text())["note"] == 1
+    assert not (target / "notes.txt").exists()
+    assert verify(target).sound
+    assert pack_checkpoint(source, target).renewed == ()
