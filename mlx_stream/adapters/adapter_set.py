@@ -144,8 +144,13 @@ class AdapterSet:
         except (RuntimeError, ValueError) as error:
             raise self._misfit(file, file.path.name, "a readable file", error) from error
         holder = nn.Module()
+        # Where the host computes, a product between the two maps would be one more wait for it.
+        folded = file.scale if self._dtype == mx.float32 else 1.0
         holder.layers = [
-            [self._linear(file, arrays[info.name]) for info in (pair.a, pair.b)]
+            [
+                self._linear(file, arrays[pair.a.name]),
+                self._linear(file, arrays[pair.b.name], folded),
+            ]
             for pair in file.pairs.values()
         ]
         bad = [
@@ -158,14 +163,16 @@ class AdapterSet:
         dtypes = [pair[0].weight.dtype for pair in holder.layers]
         self._undo.append(self._backend.prepare_model(holder, 0))
         return {
-            module: LowRankPath(down, up, file.scale, dtype)
+            module: LowRankPath(down, up, file.scale / folded, dtype)
             for module, (down, up), dtype in zip(file.pairs, holder.layers, dtypes, strict=True)
         }
 
-    def _linear(self, file: AdapterFile, array: mx.array) -> nn.Linear:
+    def _linear(self, file: AdapterFile, array: mx.array, scale: float = 1.0) -> nn.Linear:
         layer = nn.Linear(1, 1, bias=False)
         weight = mx.contiguous(array.T) if file.transposed else array
         layer.weight = weight.astype(self._dtype or array.dtype)
+        if scale != 1.0:
+            layer.weight = layer.weight * scale
         mx.eval(layer.weight)
         return layer
 

@@ -34,7 +34,8 @@ class LowRankPath:
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: [..., in] -> [..., out] in the adapter's dtype."""
-        return self._up(self._scale * self._down(x.astype(self._dtype)))
+        low = self._down(x.astype(self._dtype))
+        return self._up(low if self._scale == 1.0 else self._scale * low)
 
 
 class AdaptedLinear(nn.Module):
