@@ -145,7 +145,7 @@ class AdapterSet:
             raise self._misfit(file, file.path.name, "a readable file", error) from error
         holder = nn.Module()
         # Where the host computes, a product between the two maps would be one more wait for it.
-        folded = file.scale if self._dtype == mx.float32 else 1.0
+        folded, scale = (file.scale, 1.0) if self._dtype == mx.float32 else (1.0, file.scale)
         holder.layers = [
             [
                 self._linear(file, arrays[pair.a.name]),
@@ -163,7 +163,7 @@ class AdapterSet:
         dtypes = [pair[0].weight.dtype for pair in holder.layers]
         self._undo.append(self._backend.prepare_model(holder, 0))
         return {
-            module: LowRankPath(down, up, file.scale / folded, dtype)
+            module: LowRankPath(down, up, scale, dtype)
             for module, (down, up), dtype in zip(file.pairs, holder.layers, dtypes, strict=True)
         }
 
