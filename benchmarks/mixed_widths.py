@@ -20,7 +20,8 @@ from typing import Any
 
 import click
 
-REFINED_BITS = 3  # as convert/options.py
+from mlx_stream.convert.options import REFINED_BITS
+
 WIDTHS = ("4/4", "4/3", "4/2", "3/3")
 
 

@@ -148,15 +148,9 @@ def pack(
 
     conversion = conversion_of(mode, bits, expert_bits, rest_bits, group_size, refine)
     source = resolve_model(model)
-    opener = _opener(source, conversion)
-    orders = None if order is None else _orders(opener(source).index, order)
-    opened: list[PackSource] = []
-
-    def opening(path: Path) -> PackSource:
-        opened.append(opener(path))
-        return opened[-1]
-
-    options = PackOptions(orders=orders, verify=verify, force=force, io=io, open=opening)
+    opened = _open(source, conversion)
+    orders = None if order is None else _orders(opened.index, order)
+    options = PackOptions(orders=orders, verify=verify, force=force, io=io, open=lambda _: opened)
     with byte_bar() as progress:
         report = run(source, output, options, progress)
     if report.already:
@@ -176,20 +170,19 @@ def pack(
         _show_errors(report, output)
     elif conversion.specs:
         click.echo("no weight was changed: all have the widths asked for, or cannot have them")
-    _show_misfits(opened[-1])
+    _show_misfits(opened)
 
 
-def _opener(source: Path, conversion: Conversion) -> Callable[[Path], PackSource]:
-    """How the source must be opened: as it is, or to be converted."""
+def _open(source: Path, conversion: Conversion) -> PackSource:
+    """The source as it is, or to be converted."""
     from mlx_stream.packed.source import open_plain
 
     if not conversion.specs:
         with suppress(UnstackedExpertsError):
-            open_plain(source)
-            return open_plain
+            return open_plain(source)
     from mlx_stream.convert.source import open_converted
 
-    return lambda path: open_converted(path, conversion)
+    return open_converted(source, conversion)
 
 
 def _reopen(path: Path, found: Mapping[str, Any]) -> PackSource:

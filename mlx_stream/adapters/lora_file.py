@@ -19,10 +19,9 @@ from typing import Any, NoReturn
 
 from mlx_stream.errors import AdapterError
 from mlx_stream.storage.safetensors_header import (
-    LENGTH_NBYTES,
     TensorInfo,
-    header_nbytes,
     parse_header,
+    read_header,
 )
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapters.safetensors"
@@ -119,8 +118,7 @@ def _header(path: Path) -> tuple[TensorInfo, ...]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            prefix = file.read(LENGTH_NBYTES)
-            raw = prefix + file.read(header_nbytes(prefix, size, path) - LENGTH_NBYTES)
+            raw = read_header(file, size, path)
     except OSError as error:
         _fail(path, "cannot be read", "a safetensors file", error.strerror or str(error))
     return parse_header(raw, size, path)

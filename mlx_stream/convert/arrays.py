@@ -5,36 +5,13 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+from mlx_stream.backends.file_dtypes import FILE_NAMES
+
+TO_FILE = FILE_NAMES
 # What mx.load makes of each dtype; eight-bit floats are bytes there.
-FROM_FILE = {
-    "BOOL": mx.bool_,
-    "U8": mx.uint8,
-    "I8": mx.int8,
-    "U16": mx.uint16,
-    "I16": mx.int16,
-    "U32": mx.uint32,
-    "I32": mx.int32,
-    "U64": mx.uint64,
-    "I64": mx.int64,
-    "F16": mx.float16,
-    "BF16": mx.bfloat16,
-    "F32": mx.float32,
+FROM_FILE = {name: dtype for dtype, name in FILE_NAMES.items()} | {
     "F8_E4M3": mx.uint8,
     "F8_E8M0": mx.uint8,
-}
-TO_FILE = {
-    mx.bool_: "BOOL",
-    mx.uint8: "U8",
-    mx.int8: "I8",
-    mx.uint16: "U16",
-    mx.int16: "I16",
-    mx.uint32: "U32",
-    mx.int32: "I32",
-    mx.uint64: "U64",
-    mx.int64: "I64",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.float32: "F32",
 }
 
 

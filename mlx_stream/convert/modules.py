@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -146,9 +145,3 @@ class ModuleMaker:
                 actual=actual,
                 remedy="convert the checkpoint with mlx_lm.convert, then pack the result",
             )
-
-    @staticmethod
-    def total(errors: Mapping[str, TensorError]) -> float:
-        """Relative error over many weights."""
-        norm = sum(e.squared_norm for e in errors.values())
-        return math.sqrt(sum(e.squared_error for e in errors.values()) / norm) if norm else 0.0

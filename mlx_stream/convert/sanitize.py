@@ -61,11 +61,11 @@ class FewExperts:
         try:
             found = model.sanitize(given) if hasattr(model, "sanitize") else given
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
-            raise self._unfit(prefix, f"{type(error).__name__}: {error}") from error
+            raise self.unfit(prefix, f"{type(error).__name__}: {error}") from error
         made = {name: a for name, a in found.items() if name.startswith(f"{prefix}.")}
         for name, array in made.items():
             if array.shape[:1] != (experts,):
-                raise self._unfit(name, f"shape {list(array.shape)} for {experts} experts")
+                raise self.unfit(name, f"shape {list(array.shape)} for {experts} experts")
         return made
 
     def _model(self, experts: int) -> tuple[nn.Module, dict[str, mx.array]]:
@@ -75,7 +75,7 @@ class FewExperts:
             try:
                 model = model_class(args_class.from_dict(config))
             except (ValueError, TypeError, ArithmeticError, AssertionError) as error:
-                raise self._unfit("config.json", f"{type(error).__name__}: {error}") from error
+                raise self.unfit("config.json", f"{type(error).__name__}: {error}") from error
             mx.eval(mx.random.state)  # the chain of draws of first weights would stay in memory
             self._models[experts] = (model, self._inputs.stand_ins(experts))
         return self._models[experts]
@@ -95,7 +95,8 @@ class FewExperts:
             return [self._fewer(v, experts) for v in value]
         return experts if type(value) is int and value in self._counts else value
 
-    def _unfit(self, tensor: str, actual: str) -> UnsupportedModelError:
+    def unfit(self, tensor: str, actual: str) -> UnsupportedModelError:
+        """The error for a family that must be converted as a whole."""
         return UnsupportedModelError(
             "mlx-lm's conversion of this family does not work on a few experts at a time",
             file=self._checkpoint.path,
@@ -123,4 +124,4 @@ def check_independence(
         for name, array in both.items():
             same = name in single and mx.array_equal(array[row], single[name][0], equal_nan=True)
             if not (same and single.keys() == both.keys()):
-                raise few._unfit(name, f"expert {row} of layer {layer} depends on its neighbours")
+                raise few.unfit(name, f"expert {row} of layer {layer} depends on its neighbours")

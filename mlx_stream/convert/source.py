@@ -109,7 +109,6 @@ class ConvertedPieces:
             source.checkpoint, source.made.model_config, source.made.counts, self._inputs
         )
         self._checked = False
-        self._tensors = {t.name: t for t in source.index.checkpoint.tensors.values()}
 
     def take_errors(self) -> dict[str, TensorError]:
         """Quantization errors of the tensors made since the last call."""
@@ -148,18 +147,16 @@ class ConvertedPieces:
         size = max(1, CHUNK_NBYTES // self._maker.float_nbytes(layer))
         choices = [experts[n : n + size] for n in range(0, len(experts), size)]
         arrays = self._inputs.read(number, choices, self._reader)
+        offsets = self._maker.record_offsets(layer)
         place = 0
         for choice, found in zip(choices, arrays, strict=True):
             interrupts.check()
             outputs = self._few.sanitize(found, len(choice), layer.name)
             tensors = self._maker.expert_tensors(layer, outputs)
             for row in range(len(choice)):
-                for name, offset in self._offsets(layer):
+                for name, offset in offsets:
                     yield parts[place].begin + offset, tensors[name][row]
                 place += 1
-
-    def _offsets(self, layer: ExpertLayer) -> list[tuple[str, int]]:
-        return self._maker.record_offsets(layer)
 
     def _check_once(self, number: int, prefix: str) -> None:
         """Once, on real weights: two experts come out the same together and one by one."""

@@ -22,25 +22,13 @@ import mlx.core as mx
 import numpy as np
 import xxhash
 
+from mlx_stream.backends.file_dtypes import FILE_NAMES
+
 BLOCK = 4096
 SLAB_NBYTES = 8 << 20  # written at once: bounds the copy of an array that is not contiguous
 TEMPORARY = ".tmp.safetensors"
 CHECKSUMS = "0.checksums"  # in the metadata: xxh3-64 of every array, by name
 _serial = itertools.count()
-_NAMES = {
-    mx.float32: "F32",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.uint8: "U8",
-    mx.int8: "I8",
-    mx.uint16: "U16",
-    mx.int16: "I16",
-    mx.uint32: "U32",
-    mx.int32: "I32",
-    mx.uint64: "U64",
-    mx.int64: "I64",
-    mx.bool_: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -118,7 +106,7 @@ class ArrayFile:
         for name, at in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
             offsets = [at.start, at.start + at.nbytes]
             header[name] = {
-                "dtype": _NAMES[at.dtype],
+                "dtype": FILE_NAMES[at.dtype],
                 "shape": list(at.shape),
                 "data_offsets": offsets,
             }

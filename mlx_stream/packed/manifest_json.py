@@ -24,7 +24,7 @@ from mlx_stream.storage.packed_manifest import (
     SourceFile,
 )
 from mlx_stream.storage.record_layout import RECORD_ALIGN, TENSOR_ALIGN, RecordLayout
-from mlx_stream.storage.safetensors_header import LENGTH_NBYTES, header_nbytes
+from mlx_stream.storage.safetensors_header import header_nbytes, read_header
 
 Digests = Mapping[str, Sequence[int]]  # by file: one for each part
 
@@ -35,10 +35,8 @@ def source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
     for identity in checkpoint.files:
         try:
             with open(identity.path, "rb") as file:
-                head = file.read(LENGTH_NBYTES)
-                wanted = header_nbytes(head, identity.size, identity.path)
-                head += file.read(wanted - LENGTH_NBYTES)
-            if len(head) != wanted:
+                head = read_header(file, identity.size, identity.path)
+            if len(head) != (wanted := header_nbytes(head, identity.size, identity.path)):
                 raise OSError(errno.EIO, f"{len(head)} bytes of a header of {wanted}")
         except OSError as error:
             raise CheckpointError(

@@ -23,10 +23,9 @@ from mlx_stream.errors import (
 )
 from mlx_stream.prerouter.spec import PrerouterSpec
 from mlx_stream.storage.safetensors_header import (
-    LENGTH_NBYTES,
     TensorInfo,
-    header_nbytes,
     parse_header,
+    read_header,
 )
 
 PARTS = ("fc1", "fc2", "linear_init")
@@ -106,8 +105,7 @@ def _header(path: Path) -> tuple[TensorInfo, ...]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            prefix = file.read(LENGTH_NBYTES)
-            raw = prefix + file.read(header_nbytes(prefix, size, path) - LENGTH_NBYTES)
+            raw = read_header(file, size, path)
     except OSError as error:
         raise PrerouterError(
             "the Prerouter's heads cannot be read",

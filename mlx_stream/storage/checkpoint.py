@@ -19,10 +19,9 @@ from mlx_stream.storage.packed_files import check_unfinished, expert_path, recor
 from mlx_stream.storage.packed_manifest import PackedManifest, is_packed, read_manifest
 from mlx_stream.storage.record_layout import RecordLayout
 from mlx_stream.storage.safetensors_header import (
-    LENGTH_NBYTES,
     TensorInfo,
-    header_nbytes,
     parse_header,
+    read_header,
     read_json_object,
 )
 
@@ -142,8 +141,7 @@ def _read_shard(path: Path, number: int) -> tuple[FileIdentity, tuple[TensorInfo
         with open(path, "rb") as f:
             # Identity of the descriptor, not of the path: it is these bytes that we parse.
             identity = FileIdentity.of(path, os.fstat(f.fileno()))
-            raw = f.read(LENGTH_NBYTES)
-            raw += f.read(header_nbytes(raw, identity.size, path) - LENGTH_NBYTES)
+            raw = read_header(f, identity.size, path)
     except OSError as error:
         raise CheckpointError(
             "A shard cannot be read.",

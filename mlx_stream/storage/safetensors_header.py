@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from mlx_stream.errors import CheckpointError, HeaderError, TruncatedFileError
 
@@ -60,6 +60,16 @@ class TensorInfo:
     offset: int
     nbytes: int
     stride: int | None = None
+
+
+def read_header(file: BinaryIO, size: int, path: Path) -> bytes:
+    """The header's bytes, length included, from the start of an open file; fewer if it ends there.
+
+    Args:
+        size: of the file. Raises as `header_nbytes`, and OSError.
+    """
+    raw = file.read(LENGTH_NBYTES)
+    return raw + file.read(header_nbytes(raw, size, path) - LENGTH_NBYTES)
 
 
 def header_nbytes(prefix: bytes, file_size: int, path: Path | str) -> int:
