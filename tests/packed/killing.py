@@ -15,15 +15,15 @@ PAUSE = 0.002
 
 def main(source: str, target: str, verify: str = "") -> None:
     options = PackOptions(shard_nbytes=1, piece_nbytes=2 * RECORD_ALIGN, verify=bool(verify))
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)  # an interrupt may come at once
         report = pack(Path(source), Path(target), options, lambda *_: time.sleep(PAUSE))
+        print(f"packed, kept {report.kept_nbytes}")
     except MlxStreamError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    print(f"packed, kept {report.kept_nbytes}")
 
 
 if __name__ == "__main__":
