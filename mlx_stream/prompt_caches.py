@@ -23,7 +23,8 @@ from mlx_stream.run_hooks import identify
 
 def model_identity(engine: Engine, adapter: str | None = None) -> ModelIdentity:
     """What a prompt cache of this engine's model, with one of its adapters, is marked with."""
-    return identify(engine.model, engine.index, engine.adapters.fingerprint(adapter))
+    fingerprint = engine.adapters.fingerprint(adapter)
+    return identify(engine.model, engine.index, engine._shape.top_k, fingerprint)
 
 
 def save(

@@ -29,19 +29,27 @@ from mlx_stream.storage.expert_index import ExpertIndex
 KV_FILE = "prompt-kv.safetensors"
 
 
-def identify(model: Any, index: ExpertIndex, adapter: str | None = None) -> ModelIdentity:
+def identify(
+    model: Any, index: ExpertIndex, top_k: int, adapter: str | None = None
+) -> ModelIdentity:
     """What files of this model's prompts are marked with.
 
     Args:
+        top_k: experts a token that they are made with.
         adapter: fingerprint of the one that they are made with.
     """
     checkpoint = index.checkpoint
+    shape = model_shape(checkpoint.config, index)
     weights = weights_fingerprint(checkpoint)
+    if top_k != shape.top_k:
+        weights += f", {top_k} experts a token"
+    if adapter is not None:
+        weights += f", adapter {adapter}"
     return ModelIdentity(
         model_type=str(checkpoint.config.get("model_type", "unknown")),
         layers=len(make_prompt_cache(model)),
-        vocab=model_shape(checkpoint.config, index).vocab,
-        weights=weights if adapter is None else f"{weights}, adapter {adapter}",
+        vocab=shape.vocab,
+        weights=weights,
     )
 
 
@@ -69,7 +77,7 @@ class RunHooks(PrefillHooks):
         disk = plan.kv_evict == "disk"
         identity = None
         if disk or keep is not None:
-            identity = identify(loaded.model, loaded.index, adapter)
+            identity = identify(loaded.model, loaded.index, loaded.shape.top_k, adapter)
         if plan.kv_evict == "quantize":
             self._quantizer = QuantizingEvictor()
         if disk:

@@ -6,8 +6,9 @@ import math
 import mlx.core as mx
 import pytest
 
+from mlx_stream import prompt_caches
 from mlx_stream.adapters.lora_file import open_adapter
-from mlx_stream.errors import CapabilityError
+from mlx_stream.errors import CapabilityError, PromptFileError
 from mlx_stream.hub import demo_path
 from mlx_stream.prerouter.head_file import open_heads
 from mlx_stream.prerouter.spec_file import read_spec
@@ -99,3 +100,17 @@ def test_a_draft_model_turns_auto_off():
         assert runtime.engine.decoder.plan.path != "prerouted"
     with pytest.raises(CapabilityError, match="predicted routing"):
         load(memory_budget="150MB", backend="cpu", draft_model=demo_path(), prerouter="on")
+
+
+def test_prompts_of_another_number_of_experts_are_refused(tmp_path):
+    spec, ids = demo_path() / "prerouter_k2.json", [5, 6, 7, 8]
+    common = {"memory_budget": "90MB", "backend": "cpu", "adapter": "off"}
+    with load(prerouter="on", prerouter_spec=spec, **common) as halved:
+        cache = halved.engine.prefill(ids).cache
+        path = prompt_caches.save(halved.engine, tmp_path / "two.safetensors", cache, ids)
+        assert prompt_caches.load(halved.engine, path).tokens == ids
+    with (
+        load(prerouter="off", **common) as whole,
+        pytest.raises(PromptFileError, match="2 experts a token"),
+    ):
+        prompt_caches.load(whole.engine, path)
