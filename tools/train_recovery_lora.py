@@ -111,6 +111,13 @@ class OwnText:
     show_default=True,
     help="Phase 2: weight of the base's own distribution as label; the text has the rest.",
 )
+@click.option(
+    "--runners-up",
+    type=click.IntRange(0),
+    default=4,
+    show_default=True,
+    help="Experts after the chosen K that trained heads learn from too.",
+)
 @plain_errors
 def main(
     phase: int,
@@ -124,6 +131,7 @@ def main(
     top: int,
     reuse: int,
     soft_labels: float,
+    runners_up: int,
     **flags: object,
 ) -> None:
     """Command line."""
@@ -143,8 +151,10 @@ def main(
     else:
         lora = load_lora(start, spec)
     k = spec.top_k or base.shape.num_experts_per_tok
-    student = Student(base, k, heads, spec.consumers, spec.feature, lora)
+    wide = runners_up if train_heads else 0
+    student = Student(base, k, heads, spec.consumers, spec.feature, lora, wide)
     kind = {"phase": phase, "train_heads": train_heads, "soft_labels": soft_labels}
+    kind |= {"runners_up": wide}
     loop = _loop(
         student, common, asdict(own) | kind | {"more": None if more is None else str(more)}
     )

@@ -19,7 +19,7 @@ from tools.prerouter_training.distill import reverse_kl
 from tools.prerouter_training.generate import Writer
 from tools.prerouter_training.heads import PARTS, Heads, head_features
 from tools.prerouter_training.lora import Lora
-from tools.prerouter_training.model import FrozenMix, Student, forward, select
+from tools.prerouter_training.model import FrozenMix, Student, forward, routed_experts, select
 from tools.prerouter_training.report import merged
 from tools.prerouter_training.weights import assemble, dequantize, load_base
 from tools.train_demo_model import Shape, expert_mix, init_weights
@@ -140,6 +140,25 @@ def test_gradients_of_frozen_experts_are_those_of_the_full_ones(base):
     FrozenMix.apply(x, scores, chosen, *base.experts[0]).square().sum().backward()
     assert torch.allclose(x.grad, x2, rtol=1e-3, atol=1e-5)
     assert torch.allclose(scores.grad, s2, rtol=1e-3, atol=1e-5)
+
+
+def test_runners_up_learn_as_if_they_took_part(base):
+    """With all experts as runners-up: the output of the best two, the gradient of a softmax."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(1, 20, 64, generator=generator)
+    along = torch.randn(1, 20, 64, generator=generator)
+    logits = torch.randn(1, 20, 8, generator=generator, requires_grad=True)
+    y, chosen = routed_experts(x, logits, 2, base.experts[0], runners_up=6)
+    plain, same = routed_experts(x, logits, 2, base.experts[0])
+    assert torch.equal(y, plain)
+    assert torch.equal(chosen, same)
+    (y * along).sum().backward()
+    gate_up, down = base.experts[0]
+    g, u = (x[0] @ gate_up).chunk(2, dim=-1)  # [E, T, F]
+    each = (torch.nn.functional.silu(g) * u) @ down
+    wanted = logits.detach().requires_grad_()
+    (torch.einsum("te,etd->td", wanted[0].softmax(dim=-1), each) * along[0]).sum().backward()
+    assert torch.allclose(logits.grad, wanted.grad, rtol=1e-3, atol=1e-5)
 
 
 def test_the_lora_is_what_the_unmerged_path_computes(base, lora):

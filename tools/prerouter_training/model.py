@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as fn
@@ -31,6 +31,7 @@ class Student:
         consumers: layers that a head routes.
         feature: the experts that a head is fed: ``executed`` or ``teacher``, as in the spec.
         lora: None runs the base as it is.
+        runners_up: experts after the K predicted ones that the loss reaches too, in training.
     """
 
     base: Base
@@ -39,6 +40,7 @@ class Student:
     consumers: tuple[int, ...] = ()
     feature: str = "executed"
     lora: Lora | None = None
+    runners_up: int = 0
 
 
 def forward(
@@ -66,10 +68,11 @@ def forward(
         own = logits.topk(student.top_k, dim=-1).indices
         if probe is not None:
             probe(layer, x, logits, own)
-        used = logits
+        used, runners_up = logits, 0
         if predicted is not None and layer in student.consumers:
             used = torch.where(known[:, None], predicted, logits)
-        y, chosen = routed_experts(x, used, student.top_k, base.experts[layer])
+            runners_up = student.runners_up
+        y, chosen = routed_experts(x, used, student.top_k, base.experts[layer], runners_up)
         h = h + y
         if student.heads is not None and layer + 1 in student.consumers:
             fed = own if student.feature == "teacher" else chosen
@@ -94,21 +97,58 @@ def routed_experts(
     logits: torch.Tensor,
     top_k: int,
     experts: tuple[torch.Tensor, torch.Tensor],
+    runners_up: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted sum of the experts that the logits choose, and those experts.
+
+    With `runners_up` the logits learn as if the next best experts took part as well: so a choice
+    that another expert would have served better is seen to be one.
 
     x: [B, T, D]; logits: [B, T, E]; experts: [E, D, 2F] and [E, F, D] in the dtype of products.
     """
     scores, chosen = select(logits, top_k)
     flat = x.flatten(0, 1).to(experts[0].dtype)
-    y = FrozenMix.apply(flat, scores.flatten(0, 1), chosen.flatten(0, 1), *experts)
+    rows = (scores.flatten(0, 1), chosen.flatten(0, 1))
+    if not runners_up:
+        y = FrozenMix.apply(flat, *rows, *experts)
+    else:
+        wide = logits.topk(top_k + runners_up, dim=-1).indices.flatten(0, 1)  # the K come first
+        smooth = logits.flatten(0, 1).gather(1, wide).softmax(dim=-1)
+        with torch.no_grad():
+            others = expert_outputs(flat, wide[:, top_k:], *experts).y
+        y = FrozenMix.apply(flat, *rows, *experts, smooth, others)
     return y.view_as(x).float(), chosen
+
+
+class Outputs(NamedTuple):
+    """Of T tokens' K experts, and what they were computed from, sorted by expert."""
+
+    y: torch.Tensor  # [T, K, D]
+    pre: torch.Tensor  # [R, 2F]
+    slots: torch.Tensor  # [T K] -> R
+    source: torch.Tensor  # [R] -> T
+    counts: list[int]
+
+
+def expert_outputs(
+    x: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> Outputs:
+    """x: [T, D]; chosen: [T, K]. Rows are sorted by expert: each is one product over a slice."""
+    tokens, k = chosen.shape
+    slots, counts = expert_slots(chosen, gate_up.shape[0])
+    source = slots.new_zeros(sum(counts))  # padding reads token 0 and weighs nothing
+    source[slots] = torch.arange(tokens * k) // k
+    pre = grouped(x[source], gate_up, counts)
+    g, u = pre.chunk(2, dim=-1)
+    y = grouped(fn.silu(g) * u, down, counts)[slots].view(tokens, k, -1)
+    return Outputs(y, pre, slots, source, counts)
 
 
 class FrozenMix(torch.autograd.Function):
     """The experts' weighted sum, with gradients of its input and of the weights only.
 
-    Rows are sorted by expert, so that each expert is one product over a slice.
+    With `smooth` the weights are constants, and the gradient goes to `smooth`, as if it weighed
+    the K outputs and the others (a straight-through estimate, Bengio et al. 2013).
     """
 
     @staticmethod
@@ -119,29 +159,27 @@ class FrozenMix(torch.autograd.Function):
         chosen: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        smooth: torch.Tensor | None = None,
+        others: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x: [T, D]; scores, chosen: [T, K] -> [T, D]."""
-        tokens, k = chosen.shape
-        slots, counts = expert_slots(chosen, gate_up.shape[0])
-        source = slots.new_zeros(sum(counts))  # padding reads token 0 and weighs nothing
-        source[slots] = torch.arange(tokens * k) // k
-        pre = grouped(x[source], gate_up, counts)  # [R, 2F]
-        g, u = pre.chunk(2, dim=-1)
-        y = grouped(fn.silu(g) * u, down, counts)[slots].view(tokens, k, -1)
-        ctx.save_for_backward(scores, slots, source, gate_up, down, pre, y)
-        ctx.counts = counts
+        """x: [T, D]; scores, chosen: [T, K]; smooth: [T, K + N]; others: [T, N, D] -> [T, D]."""
+        y, pre, slots, source, ctx.counts = expert_outputs(x, chosen, gate_up, down)
+        ctx.save_for_backward(scores, slots, source, gate_up, down, pre, y, others)
         return torch.bmm(scores.to(x.dtype)[:, None], y)[:, 0]
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        """Gradients of x and scores."""
-        scores, slots, source, gate_up, down, pre, y = ctx.saved_tensors
+        """Gradients of x, and of scores or smooth."""
+        scores, slots, source, gate_up, down, pre, y, others = ctx.saved_tensors
         tokens, k = scores.shape
-        d_scores = torch.bmm(y, dy[:, :, None])[..., 0].to(scores.dtype)
         weight = dy.new_zeros(len(source)).index_copy_(0, slots, scores.flatten().to(dy.dtype))
         g, u = pre.chunk(2, dim=-1)
         d_hidden = grouped(dy[source] * weight[:, None], down.transpose(1, 2), ctx.counts)
         d_gate = torch.ops.aten.silu_backward(d_hidden * u, g)
         d_pre = torch.cat((d_gate, d_hidden * fn.silu(g)), dim=-1)
         dx = grouped(d_pre, gate_up.transpose(1, 2), ctx.counts)[slots].view(tokens, k, -1)
-        return dx.sum(dim=1), d_scores, None, None, None
+        seen = y if others is None else torch.cat((y, others), dim=1)
+        d_scores = torch.bmm(seen, dy[:, :, None])[..., 0].to(scores.dtype)
+        none = (None, None, None)
+        tail = (d_scores,) if others is not None else (None,)
+        return dx.sum(dim=1), (None if others is not None else d_scores), *none, *tail, None
