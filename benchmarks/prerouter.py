@@ -5,7 +5,8 @@ predicted routing, whose experts are read when their layer comes. The last two c
 tokens from the same experts, so they differ in when the reads begin and in nothing else. Each runs
 on a throttled disk with a small expert cache, and on the disk as it is with all experts in memory.
 In every round each arm prefills the same prompt, decodes some tokens to warm its cache and is then
-timed; arms take turns to go first.
+timed; arms take turns to go first. `--also-spec` adds an arm with other heads, say those that were
+trained for half as many experts a token, and compares it with both.
 
 A checkpoint without heads gets random ones: they route at random, so the text means nothing and the
 cache hits less; what is said about stalls holds. The output says which heads ran.
@@ -13,6 +14,7 @@ cache hits less; what is said about stalls holds. The output says which heads ra
 \b
 Examples:
   python benchmarks/prerouter.py
+  python benchmarks/prerouter.py --also-spec mlx_stream/demo/prerouter_k2.json
   python benchmarks/prerouter.py --model ./checkpoint --spec ./heads/prerouter.json
 """
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,17 +35,22 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import greedy_sampler
 
-from benchmarks.decode_budget import PROMPT_TOKENS, ROOMY, make_prompt, pin_cache
-from mlx_stream.config import StreamConfig
-from mlx_stream.decode.metrics import StepMetrics
-from mlx_stream.engine import Engine
-from mlx_stream.errors import PrerouterError
-from mlx_stream.hub import demo_path
-from mlx_stream.prerouter.opening import choose_prerouter
-from mlx_stream.prerouter.spec import PrerouterSpec
-from mlx_stream.prerouter.spec_file import SPEC_NAME, write_spec
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # run as a script
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.decode_budget import PROMPT_TOKENS, ROOMY, make_prompt, pin_cache  # noqa: E402
+from mlx_stream.config import StreamConfig  # noqa: E402
+from mlx_stream.decode.metrics import StepMetrics  # noqa: E402
+from mlx_stream.engine import Engine  # noqa: E402
+from mlx_stream.errors import PrerouterError  # noqa: E402
+from mlx_stream.hub import demo_path  # noqa: E402
+from mlx_stream.prerouter.opening import choose_prerouter  # noqa: E402
+from mlx_stream.prerouter.spec import PrerouterSpec  # noqa: E402
+from mlx_stream.prerouter.spec_file import SPEC_NAME, write_spec  # noqa: E402
 
 WAYS = ("on-demand", "same routing", "prerouter")
+ALSO = "other heads"
 DISKS = ("slow", "fast")
 RANDOM_WIDTH = 64
 
@@ -114,24 +122,28 @@ def decode_steps(engine: Engine, prompt: Sequence[int], warm: int, tokens: int) 
 Arm = tuple[str, str]
 
 
-def open_arms(folder: Path, spec: Path | None, throttle: str, backend: str) -> dict[Arm, Engine]:
+def open_arms(
+    folder: Path, spec: Path | None, also: Path | None, throttle: str, backend: str
+) -> dict[Arm, Engine]:
     """An engine for every way and disk."""
     engines: dict[Arm, Engine] = {}
+    ways = WAYS if also is None else (*WAYS, ALSO)
     try:
-        for disk, way in itertools.product(DISKS, WAYS):
+        for disk, way in itertools.product(DISKS, ways):
+            heads = also if way == ALSO else spec
             config = StreamConfig.build(
                 memory_budget=ROOMY,
                 backend=backend,
                 throttle=throttle if disk == "slow" else None,
                 io="direct" if disk == "slow" else "buffered",
                 prerouter="off" if way == "on-demand" else "on",
-                prerouter_spec=None if spec is None else str(spec),
+                prerouter_spec=None if heads is None else str(heads),
                 predict="off",
             )
             engines[disk, way] = Engine(folder, config)
             if way == "same routing":
                 reads = engines[disk, way].decoder.prerouter._reads  # type: ignore[union-attr]
-                reads.fill = lambda in_use=(): None  # type: ignore[method-assign]
+                reads.fill = lambda in_use=(), following=None: None  # type: ignore[method-assign]
     except BaseException:
         close_all(engines)
         raise
@@ -165,15 +177,16 @@ def measure(
     return found
 
 
-def ratios(found: dict[Arm, list[Timed]], disk: str, base: str, field: str) -> list[float]:
-    """Of the Prerouter to another way, round by round."""
-    pairs = zip(found[disk, "prerouter"], found[disk, base], strict=True)
+def ratios(found: dict[Arm, list[Timed]], arm: Arm, base: str, field: str) -> list[float]:
+    """Of an arm to another way on the same disk, round by round."""
+    pairs = zip(found[arm], found[arm[0], base], strict=True)
     return [getattr(a, field) / max(getattr(b, field), 1e-9) for a, b in pairs]
 
 
 def report(found: dict[Arm, list[Timed]], about: dict[str, object]) -> None:
     """A table, ratios of arms of the same round, and one JSON line."""
-    click.echo(f"heads: {about['heads']}; {about['io']}")
+    heads = [str(about["heads"]), *([f"other {about[ALSO]}"] if about[ALSO] else [])]
+    click.echo(f"heads: {', '.join(heads)}; {about['io']}")
     click.echo(
         f"{'disk':<5} {'way':<13} {'ms/token':>9} {'spread':>16} {'stall ms':>9} "
         f"{'KB/token':>9} {'hits':>6} {'avoided':>8} {'dropped':>8}"
@@ -189,20 +202,22 @@ def report(found: dict[Arm, list[Timed]], about: dict[str, object]) -> None:
             f"{nbytes / 1e3:>9.1f} {hits:>6.1%} {avoided:>8.1f} {sum(v.dropped for v in values):>8}"
         )
     summary: dict[str, dict[str, list[float]]] = {}
-    for base in WAYS[:2]:
-        for disk in DISKS:
-            entry = {
-                "stall": ratios(found, disk, base, "stall_ms") if disk == "slow" else [],
-                "bytes": ratios(found, disk, base, "bytes_per_token") if disk == "slow" else [],
-                "tokens_per_second": [1 / r for r in ratios(found, disk, base, "wall_ms")],
-            }
-            summary[f"{disk} to {base}"] = entry
-            shown = [
-                f"{name} {mid(rounds):.3f} ({min(rounds):.3f} to {max(rounds):.3f})"
-                for name, rounds in entry.items()
-                if rounds
-            ]
-            click.echo(f"prerouter / {base}, {disk}: {', '.join(shown)}")
+    pairs = [("prerouter", base) for base in WAYS[:2]]
+    pairs += [(ALSO, base) for base in ("on-demand", "prerouter") if ("slow", ALSO) in found]
+    for (way, base), disk in itertools.product(pairs, DISKS):
+        arm = (disk, way)
+        entry = {
+            "stall": ratios(found, arm, base, "stall_ms") if disk == "slow" else [],
+            "bytes": ratios(found, arm, base, "bytes_per_token") if disk == "slow" else [],
+            "tokens_per_second": [1 / r for r in ratios(found, arm, base, "wall_ms")],
+        }
+        summary[f"{way} to {base}, {disk}"] = entry
+        shown = [
+            f"{name} {mid(rounds):.3f} ({min(rounds):.3f} to {max(rounds):.3f})"
+            for name, rounds in entry.items()
+            if rounds
+        ]
+        click.echo(f"{way} / {base}, {disk}: {', '.join(shown)}")
     arms = [
         {"disk": disk, "way": way, "rounds": [asdict(v) for v in values]}
         for (disk, way), values in found.items()
@@ -213,6 +228,7 @@ def report(found: dict[Arm, list[Timed]], about: dict[str, object]) -> None:
 @click.command(help=__doc__)
 @click.option("--model", type=click.Path(path_type=Path, exists=True), help="Default: the demo.")
 @click.option("--spec", type=click.Path(path_type=Path, exists=True), help="A prerouter.json.")
+@click.option("--also-spec", type=click.Path(path_type=Path, exists=True), help="Another arm.")
 @click.option("--share", default=0.12, show_default=True, help="Of all experts, in the cache.")
 @click.option("--throttle", default="0.5GB/s:100us", show_default=True)
 @click.option("--backend", default="auto", show_default=True)
@@ -222,6 +238,7 @@ def report(found: dict[Arm, list[Timed]], about: dict[str, object]) -> None:
 def main(
     model: Path | None,
     spec: Path | None,
+    also_spec: Path | None,
     share: float,
     throttle: str,
     backend: str,
@@ -239,7 +256,7 @@ def main(
             plain = Engine(folder, StreamConfig.build(memory_budget=ROOMY, backend=backend))
             spec = random_prerouter(folder, Path(scratch), plain)
             plain.close()
-        engines = open_arms(folder, spec, throttle, backend)
+        engines = open_arms(folder, spec, also_spec, throttle, backend)
         try:
             some = engines["slow", "prerouter"]
             prompt = make_prompt(folder, some._shape.vocab, PROMPT_TOKENS)
@@ -247,6 +264,9 @@ def main(
             about = {
                 "model": folder.name,
                 "heads": heads,
+                ALSO: None
+                if also_spec is None
+                else engines["slow", ALSO].decoder.prerouter.spec.name,
                 "expert_bytes": some.index.nbytes,
                 "share": share,
                 "io": some.reader.io_mode,

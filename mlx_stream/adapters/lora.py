@@ -25,12 +25,20 @@ class LowRankPath:
     """One adapter's way around one linear layer.
 
     Args:
-        down, up: linear maps by A ``[r, in]`` and B ``[out, r]``, in `dtype`.
+        down, up: linear maps by their `weight` A ``[r, in]`` and B ``[out, r]``, in `dtype`.
     """
 
     def __init__(self, down: nn.Module, up: nn.Module, scale: float, dtype: mx.Dtype) -> None:
         self._down, self._up = down, up
+        self._a, self._b = down.weight.T, up.weight.T
         self._scale, self._dtype = scale, dtype
+
+    def add_to(self, y: mx.array, x: mx.array) -> mx.array:
+        """``y + self(x)`` in y's dtype; x: [..., in], y: [..., out]. One row stays lazy."""
+        if x.size > x.shape[-1] or y.dtype != self._dtype:
+            return y + self(x).astype(y.dtype)
+        low = x.astype(self._dtype) @ self._a
+        return mx.addmm(y, low if self._scale == 1.0 else self._scale * low, self._b)
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: [..., in] -> [..., out] in the adapter's dtype."""
@@ -59,8 +67,8 @@ class AdaptedLinear(nn.Module):
     def __call__(self, x: mx.array, *args: Any) -> mx.array:
         """x: [..., in] -> [..., out]."""
         y = self.inner(x, *args)
-        path = self.paths.get(self._in_force.name) if self._in_force.name else None
-        return y if path is None else y + path(x).astype(y.dtype)
+        path = self._paths.by_name.get(self._in_force.name) if self._in_force.name else None
+        return y if path is None else path.add_to(y, x)
 
 
 class _Paths:

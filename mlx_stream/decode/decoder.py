@@ -258,7 +258,13 @@ class Decoder:
         if prerouting is None or prerouting.opened is None:
             return None
         loaded = self._loaded
-        reads = PreroutedReads(self.cache, self._reader, self.exact.counts, top_k=loaded.top_k)
+        reads = PreroutedReads(
+            self.cache,
+            self._reader,
+            self.exact.counts,
+            layers=[mlp.layer.index for mlp in loaded.mlps],
+            top_k=loaded.top_k,
+        )
         return Prerouter(
             prerouting.opened,
             loaded.slot,

@@ -49,6 +49,9 @@ class Ahead(Protocol):
     ) -> None:
         """The layer's own reads have begun: begin others."""
 
+    def finish_layer(self, mlp: ExpertMlp, in_use: Collection[Key]) -> None:
+        """The layer has computed, all but the records in use: more of them may leave."""
+
     def finish_token(self, read_seconds_each: float) -> None:
         """The step is over."""
 
@@ -100,7 +103,7 @@ class ExactExecutor:
             self.counts.syncs += 1
             self._settle(expected=True)
         y = self._run(experts, flat_x, ids, None, self.ahead)
-        self.counts.dropped_experts += len(np.unique(ids)) - self._added
+        self.counts.dropped_experts += len(set(ids.ravel().tolist())) - self._added
         return y.reshape(*x.shape[:-1], ids.shape[-1], y.shape[-1])
 
     def _run(
@@ -123,6 +126,8 @@ class ExactExecutor:
             if ahead is not None:
                 ahead.check(experts.mlp, needed)
             self._compute(experts, needed, computation, guess, ahead)
+            if ahead is not None:
+                ahead.finish_layer(experts.mlp, self._in_use)
         except BaseException:
             self._cache.abandon_pending()
             self._fences.clear()

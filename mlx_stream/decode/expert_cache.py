@@ -16,6 +16,7 @@ from mlx_stream.backends.base import ExpertMlp, HostBuffer
 from mlx_stream.decode.policy import EvictionPolicy
 from mlx_stream.decode.residency import Residency
 from mlx_stream.decode.slots import Key, Record, SlotStore, stop_arrival
+from mlx_stream.decode.spared import SparedLayers
 from mlx_stream.decode.step_counts import CacheCounts
 from mlx_stream.errors import MlxStreamError
 from mlx_stream.storage.read_plan import GroupRead
@@ -35,6 +36,7 @@ class ExpertCache:
         self.guess_limit = 0
         self.counts = CacheCounts()
         self.residency = Residency()
+        self.spared = SparedLayers(self.residency)
         self._records: dict[Key, Record] = {}
         self._guesses: OrderedDict[Key, Record] = OrderedDict()
         self._arriving: set[Key] = set()
@@ -62,6 +64,16 @@ class ExpertCache:
         """Records that guesses leave to what was really used."""
         return max(1, self.capacity - self.guess_limit)
 
+    @property
+    def guessed(self) -> int:
+        """Records read ahead and not used yet."""
+        return len(self._guesses)
+
+    @property
+    def room(self) -> int:
+        """Slots that hold nothing."""
+        return self.capacity - len(self._records)
+
     def keys(self) -> frozenset[Key]:
         """What is in memory or arriving."""
         return frozenset(self._records)
@@ -69,15 +81,6 @@ class ExpertCache:
     def record(self, key: Key) -> Record | None:
         """Without counting or touching."""
         return self._records.get(key)
-
-    def layer_records(self, mlp: ExpertMlp) -> dict[int, Record]:
-        """``expert -> record`` of a layer, those whose bytes are there."""
-        layer, found = mlp.layer.index, {}
-        for expert in range(mlp.layer.num_experts):
-            record = self._records.get((layer, expert))
-            if record is not None and record.arrival is None:
-                found[expert] = record
-        return found
 
     def lookup(self, mlp: ExpertMlp, expert: int) -> Record | None:
         """The record of an expert that is needed now; counts a hit or a miss."""
@@ -159,12 +162,7 @@ class ExpertCache:
             raise interrupt
 
     def copy_in(
-        self,
-        mlp: ExpertMlp,
-        expert: int,
-        read: GroupRead,
-        source: HostBuffer,
-        weight: float = 0.0,
+        self, mlp: ExpertMlp, expert: int, read: GroupRead, source: HostBuffer, weight: float = 0.0
     ) -> bool:
         """Copy an expert out of a filled staging slot; False when no slot is to be had.
 
@@ -243,7 +241,7 @@ class ExpertCache:
 
     def _evict(self, pinned: Collection[Key]) -> object | None:
         stay = self._arriving.union(pinned) if self._arriving else pinned
-        key = self.policy.victim(stay)
+        key = self.spared.victim(self.policy, stay)
         if key is None:
             return None
         record = self._records.pop(key)

@@ -80,8 +80,8 @@ class LfuPolicy:
         if self._entries.pop(key, None) is not None:
             self._changed.add(key[0])
 
-    def victim(self, pinned: Collection[Key]) -> Key | None:
-        """The least likely to be used soon that is not pinned."""
+    def victim(self, pinned: Collection[Key], spared: Collection[int] = ()) -> Key | None:
+        """The least likely to be used soon that may leave."""
         heaps = list(self._heaps.values())
         if self._changed:
             for place, layer in enumerate(self._heaps):
@@ -90,7 +90,10 @@ class LfuPolicy:
                     self._lows[place] = INFINITE if entry is None else entry[0]
             self._changed.clear()
         scale, bonuses = self._chance / self._unit, self._wait_bonus()
-        values = [low * scale - bonus for low, bonus in zip(self._lows, bonuses, strict=True)]
+        values = [
+            INFINITE if layer in spared else low * scale - bonus
+            for layer, low, bonus in zip(self._heaps, self._lows, bonuses, strict=True)
+        ]
         while values and (least := min(values)) < INFINITE:
             place = values.index(least)
             entry = self._lowest(heaps[place], pinned)

@@ -76,8 +76,10 @@ class MappedExecutor:
         known = maps.get(layer)
         if self._cache.residency.take_changed(layer) or known is None:
             host = np.full(mlp.layer.num_experts, ABSENT, dtype=np.int32)
-            for expert, record in self._cache.layer_records(mlp).items():
-                host[expert] = record.slot
+            for expert in range(mlp.layer.num_experts):
+                record = self._cache.record((layer, expert))
+                if record is not None and record.arrival is None:
+                    host[expert] = record.slot
             store = self._store
             maps[layer] = known = ResidentSlots(
                 mx.array(host), host, store.planes, store.memory, store.starts

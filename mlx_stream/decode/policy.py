@@ -30,8 +30,8 @@ class EvictionPolicy(Protocol):
     def forget(self, key: Key) -> None:
         """A record left the cache, as a victim or otherwise; unknown keys are ignored."""
 
-    def victim(self, pinned: Collection[Key]) -> Key | None:
-        """The record that should leave next; None when all are pinned."""
+    def victim(self, pinned: Collection[Key], spared: Collection[int] = ()) -> Key | None:
+        """The record that should leave next; None when all are pinned, or of `spared` layers."""
 
     def tick(self) -> None:
         """A token was decoded."""
@@ -64,9 +64,9 @@ class LruPolicy:
         """Out of the order."""
         self._order.pop(key, None)
 
-    def victim(self, pinned: Collection[Key]) -> Key | None:
-        """The oldest that is not pinned."""
-        return next((key for key in self._order if key not in pinned), None)
+    def victim(self, pinned: Collection[Key], spared: Collection[int] = ()) -> Key | None:
+        """The oldest that may leave."""
+        return next((k for k in self._order if k not in pinned and k[0] not in spared), None)
 
     def tick(self) -> None:
         """Nothing to do."""
@@ -127,22 +127,22 @@ class S3FifoPolicy:
             while len(self._ghost) > self._ghost_target:
                 self._ghost.popitem(last=False)
 
-    def victim(self, pinned: Collection[Key]) -> Key | None:
-        """The paper's eviction, stepping over pinned records; moves records between queues."""
+    def victim(self, pinned: Collection[Key], spared: Collection[int] = ()) -> Key | None:
+        """The paper's eviction, stepping over what stays; moves records between queues."""
         if len(self._small) >= self._small_target:
-            found = self._from_small(pinned) or self._from_main(pinned)
+            found = self._from_small(pinned, spared) or self._from_main(pinned, spared)
         else:
-            found = self._from_main(pinned) or self._from_small(pinned)
+            found = self._from_main(pinned, spared) or self._from_small(pinned, spared)
         # A walk through small may have moved all that it could give to main.
-        return found or self._from_main(pinned)
+        return found or self._from_main(pinned, spared)
 
     def tick(self) -> None:
         """Nothing to do."""
 
-    def _from_small(self, pinned: Collection[Key]) -> Key | None:
+    def _from_small(self, pinned: Collection[Key], spared: Collection[int]) -> Key | None:
         found, used = None, []
         for key, count in self._small.items():
-            if key in pinned:
+            if key in pinned or key[0] in spared:
                 continue
             if count <= 1:
                 found = key
@@ -153,11 +153,11 @@ class S3FifoPolicy:
             self._main[key] = 0
         return found
 
-    def _from_main(self, pinned: Collection[Key]) -> Key | None:
+    def _from_main(self, pinned: Collection[Key], spared: Collection[int]) -> Key | None:
         for _ in range(self.MAX_COUNT + 1):
             found, used = None, []
             for key, count in self._main.items():
-                if key in pinned:
+                if key in pinned or key[0] in spared:
                     continue
                 if count == 0:
                     found = key

@@ -17,6 +17,7 @@ from mlx_stream.decode.exact import ExactExecutor
 from mlx_stream.errors import CapabilityError
 from mlx_stream.experts.deferred import DeferredExpertOutput
 from mlx_stream.experts.streamed_experts import StreamedExperts
+from mlx_stream.prerouter.router_maths import Values
 from mlx_stream.prerouter.tracks import Prediction
 
 
@@ -27,11 +28,10 @@ class PreroutedExecutor:
         owners: expert layers whose input is collected.
         consumers: expert layers that a prediction routes, in the order of its rows.
         teacher: collect the real router's experts, also where a prediction routed.
+        on_host: the heads run in numpy.
 
     Attributes:
-        x: layer -> lazy ``[1, D]``, of the owners that ran.
-        ids: layer -> lazy ``[1, K]``, their experts.
-        real: layer -> lazy ``[1, K]``, the real router's experts, of predicted layers.
+        real: layer -> lazy ``[..., K]``, the real router's experts, of predicted layers.
     """
 
     def __init__(
@@ -41,34 +41,40 @@ class PreroutedExecutor:
         consumers: tuple[int, ...],
         *,
         teacher: bool,
+        on_host: bool = False,
     ) -> None:
         self._exact = exact
-        self._owners = frozenset(owners)
+        self._owners = owners
         self._rows: Mapping[int, int] = {layer: n for n, layer in enumerate(consumers)}
-        self._teacher = teacher
+        self._teacher, self._on_host = teacher, on_host
         self._prediction: Prediction | None = None
-        self.x: dict[int, mx.array] = {}
-        self.ids: dict[int, mx.array] = {}
+        self._x: dict[int, mx.array] = {}
+        self._ids: dict[int, Values] = {}
         self.real: dict[int, mx.array] = {}
 
     def begin(self, prediction: Prediction | None) -> None:
         """Of the step that comes; None routes every layer by itself."""
         self._prediction = prediction
-        for collected in (self.x, self.ids, self.real):
+        for collected in (self._x, self._ids, self.real):
             collected.clear()
+
+    def collected(self) -> tuple[Values, Values]:
+        """Inputs ``[H, D]`` and experts ``[H, K]`` of the owners, in their order."""
+        join = np.concatenate if self._on_host else mx.concatenate
+        x = join([self._x[n] for n in self._owners])
+        ids = join([self._ids[n] for n in self._owners])
+        return x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1])
 
     def __call__(self, experts: StreamedExperts, x: mx.array, indices: mx.array) -> Any:
         layer = experts.mlp.layer.index
         row = self._rows.get(layer) if self._prediction is not None else None
-        own = indices.reshape(-1, indices.shape[-1])
-        used = own
+        used: Values = indices
         if row is not None and self._prediction is not None:
-            self.real[layer] = own
+            self.real[layer] = indices
             if not self._teacher:
-                used = self._prediction.device_ids[row][None]
+                used = self._prediction.used_ids[row].reshape(indices.shape)
         if layer in self._owners:
-            self.x[layer] = x.reshape(-1, x.shape[-1])
-            self.ids[layer] = used
+            self._x[layer], self._ids[layer] = x, used
         if row is None:
             return self._exact(experts, x, indices)
         return self._predicted(experts, x, row)
@@ -76,9 +82,8 @@ class PreroutedExecutor:
     def _predicted(self, experts: StreamedExperts, x: mx.array, row: int) -> DeferredExpertOutput:
         """Stands for the experts' outputs until the block says that it wants their weighted sum."""
         assert self._prediction is not None
-        ids: np.ndarray = self._prediction.ids[row][None]
-        weights = self._prediction.weights[row]
-        y = self._exact.given(experts, x, ids)
+        prediction = self._prediction
+        y = self._exact.given(experts, x, prediction.ids[row][None])
 
         def resolve(scores: mx.array | None) -> mx.array:
             if scores is None:
@@ -89,6 +94,9 @@ class PreroutedExecutor:
                     actual="it looked at single outputs",
                     remedy="run with --prerouter off, and report this model family",
                 )
+            weights = prediction.weights[row]
+            if isinstance(weights, np.ndarray):
+                return mx.array(weights @ np.array(y, copy=False)).astype(scores.dtype)
             return (y * weights.astype(scores.dtype)[:, None]).sum(axis=-2)
 
         return DeferredExpertOutput(tuple(y.shape), y.dtype, resolve)

@@ -21,6 +21,7 @@ from mlx_stream.decode.prerouted_reads import PreroutedReads
 from mlx_stream.errors import PrerouterError
 from mlx_stream.experts.streamed_experts import ExecutorSlot, set_executor
 from mlx_stream.prerouter.opening import OpenPrerouter
+from mlx_stream.prerouter.router_maths import Values, select_on_host
 from mlx_stream.prerouter.tracks import Prediction, Track, Tracks
 
 CHECK_STEPS = 16  # every so many predicted steps the real router is asked too
@@ -50,7 +51,11 @@ class Prerouter:
         self._opened, self._slot, self._mlps = opened, slot, mlps
         self._exact, self._reads = exact, reads
         self._executor = PreroutedExecutor(
-            exact, opened.owners, opened.consumers, teacher=opened.spec.feature == "teacher"
+            exact,
+            opened.owners,
+            opened.consumers,
+            teacher=opened.spec.feature == "teacher",
+            on_host=opened.heads.on_host,
         )
         self._tracks = Tracks(cache_offset)
         self._planned: Prediction | None = None
@@ -92,10 +97,12 @@ class Prerouter:
             if track is None:
                 mx.eval(logits)
             else:
-                x = mx.concatenate([executor.x[n] for n in self._opened.owners])
-                current = mx.concatenate([executor.ids[n] for n in self._opened.owners])
+                checked = self._checked(prediction)
+                if self._opened.heads.on_host:  # they ask for values
+                    mx.eval(logits, checked)
+                x, current = executor.collected()
                 asked = self._ask(x, current, track.previous)
-                mx.eval(logits, current, *asked, *self._checked(prediction))
+                mx.eval(logits, current, asked, checked)
         except BaseException:
             executor.begin(None)  # the step may be taken again: nothing of it stays
             raise
@@ -112,14 +119,19 @@ class Prerouter:
         return logits
 
     def _ask(
-        self, x: mx.array, current: mx.array, previous: mx.array | None
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """Lazy ids ``[C, K]``, weights ``[C, K]`` and whether all logits are numbers."""
+        self, x: Values, current: Values, previous: Values | None
+    ) -> tuple[Values, Values, Values]:
+        """Ids and weights ``[C, K]``, and whether all logits are numbers; lazy on a device."""
         logits = self._opened.heads.logits(x, current, previous)
-        ids, weights = self._opened.selection(logits)
-        return ids, weights, mx.isfinite(logits).all()
+        if isinstance(logits, mx.array):
+            return *self._opened.selection(logits), mx.isfinite(logits).all()
+        finite, maths = np.isfinite(logits).all(), self.spec.router
+        if finite and maths is not None and maths.kind == "softmax_topk":  # as the model's own
+            return *select_on_host(logits, maths, current.shape[-1]), finite
+        ids, weights = self._opened.selection(mx.array(logits))
+        return np.array(ids), np.array(weights), finite
 
-    def _read_back(self, asked: tuple[mx.array, mx.array, mx.array]) -> Prediction:
+    def _read_back(self, asked: tuple[Values, Values, Values]) -> Prediction:
         ids, weights, finite = asked
         if not finite.item():
             raise PrerouterError(
@@ -135,7 +147,7 @@ class Prerouter:
         if prediction is None:
             self._reads.clear()
         elif prediction is not self._planned:
-            layers = zip(self._opened.consumers, prediction.ids, strict=True)
+            layers = zip(self._opened.consumers, prediction.ids.tolist(), strict=True)
             self._reads.plan([(self._mlps[n], ids) for n, ids in layers])
         self._planned = prediction
         self._reads.fill()

@@ -108,6 +108,9 @@ class ReadAhead:
             if (layer, expert) not in self._cache:
                 self._cache.guess(following.mlp, expert, in_use)
 
+    def finish_layer(self, mlp: ExpertMlp, in_use: Collection[Key]) -> None:
+        """Its guesses have begun already."""
+
     def finish_token(self, read_seconds_each: float) -> None:
         """Close the token's account.
 

@@ -193,13 +193,13 @@ class _Furthest:
     def forget(self, key: Key) -> None:
         self._next.pop(key, None)
 
-    def victim(self, pinned: Collection[Key]) -> Key | None:
+    def victim(self, pinned: Collection[Key], spared: Collection[int] = ()) -> Key | None:
         aside, found = [], None
         while self._heap and found is None:
             negative, key = self._heap[0]
             if self._next.get(key) != -negative:
                 heappop(self._heap)
-            elif key in pinned:
+            elif key in pinned or key[0] in spared:
                 aside.append(heappop(self._heap))
             else:
                 found = key

@@ -7,8 +7,11 @@ checkpoint is opened, and what a trainer may use.
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_stream.prerouter.spec import RouterMaths
+
+Values = mx.array | np.ndarray
 
 
 def select(
@@ -31,6 +34,18 @@ def select(
     if maths.norm:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return ids, weights * maths.scaling
+
+
+def select_on_host(
+    logits: np.ndarray, maths: RouterMaths, top_k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same of ``softmax_topk`` in numpy, in no order: ``logits [C, E]`` float32."""
+    assert maths.kind == "softmax_topk", "the other kind is asked in MLX"
+    ids = np.argpartition(-logits, top_k - 1, axis=-1)[:, :top_k]
+    scores = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights = np.take_along_axis(scores, ids, axis=-1)
+    total = weights if maths.norm else scores
+    return ids, weights * (np.float32(maths.scaling) / total.sum(axis=-1, keepdims=True))
 
 
 def _best_groups(scores: mx.array, maths: RouterMaths) -> mx.array:

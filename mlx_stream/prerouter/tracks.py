@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
+
+from mlx_stream.prerouter.router_maths import Values
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,12 @@ class Prediction:
 
     Attributes:
         ids: ``[C, K]`` on the host.
-        device_ids: the same as an array.
-        weights: ``[C, K]``.
+        used_ids, weights: ``[C, K]``, where the heads run: on a device, or numpy's.
     """
 
     ids: np.ndarray
-    device_ids: mx.array
-    weights: mx.array
+    used_ids: Values
+    weights: Values
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Track:
     """
 
     offset: int
-    previous: mx.array | None
+    previous: Values | None
     prediction: Prediction | None
 
 
@@ -69,7 +69,7 @@ class Tracks:
         return track
 
     def note(
-        self, cache: list[Any], previous: mx.array | None, prediction: Prediction | None
+        self, cache: list[Any], previous: Values | None, prediction: Prediction | None
     ) -> None:
         """The cache has just moved on."""
         leaf = _leaf(cache)

@@ -270,6 +270,21 @@ def test_any_policy_survives_anything(name, ops, capacity, data):
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@FAST
+@given(operations, st.integers(1, 12), st.sets(st.sampled_from([0, 2, 4])))
+def test_records_of_spared_layers_stay(name, ops, capacity, spared):
+    policy = make_policy(name, capacity=capacity)
+    driver = Driver(policy, Silent(), capacity)
+    driver.run(ops)
+    left = set(driver.resident)
+    while (victim := policy.victim(set(), spared)) is not None:
+        assert victim in left
+        left.discard(victim)
+        policy.forget(victim)
+    assert left == {key for key in driver.resident if key[0] in spared}
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_an_empty_policy_has_no_victim(name):
     policy = make_policy(name, capacity=4)
     assert policy.name == name

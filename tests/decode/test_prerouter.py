@@ -18,7 +18,7 @@ from mlx_stream.drafting import check_can_draft
 from mlx_stream.errors import CapabilityError, PrerouterError, ReadError
 from mlx_stream.kv.rewind import rewind
 from mlx_stream.prefill.cache_views import CacheSnapshot
-from mlx_stream.prerouter.spec import EDGE0_8B
+from mlx_stream.prerouter.spec import EDGE0_8B, RouterMaths
 from mlx_stream.prerouter.spec_file import SPEC_NAME, write_spec
 from mlx_stream.resume.options import KeepOptions
 from tests.decode.running import answer, check_slots, hold, records, token_set
@@ -131,6 +131,21 @@ def test_every_rule_of_the_spec(
     steps = routing(engine)
     assert answer(engine, prompt, 8) == expected
     assert steps == reference.routed
+
+
+@pytest.mark.parametrize("kind", ["open_engine", "open_metal"])
+def test_a_declared_router_changes_nothing(stock, made, request, kind):
+    """It is checked when the model is opened; the CPU backend then selects without the model."""
+    plain, folder, spec, arrays = made(router=RouterMaths("softmax_topk"))
+    prompt = random_tokens(stock(plain), 24, seed=8)
+    engine = request.getfixturevalue(kind)(folder)
+    asked, selection = [], engine.decoder.prerouter._opened.selection
+    ask = selection._ask
+    selection._ask = lambda *args: asked.append(args) or ask(*args)
+    assert answer(engine, prompt, STEPS) == Reference(stock(plain), spec, arrays).answer(
+        prompt, STEPS
+    )
+    assert len(asked) == (0 if kind == "open_engine" else STEPS - 1)
 
 
 class _Fixed:

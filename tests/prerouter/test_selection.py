@@ -10,7 +10,7 @@ from mlx_lm.models import bailing_hybrid, deepseek_v3, glm4_moe
 
 from mlx_stream.errors import CapabilityError, PrerouterError
 from mlx_stream.experts.streamed_experts import parent_block
-from mlx_stream.prerouter.router_maths import select
+from mlx_stream.prerouter.router_maths import select, select_on_host
 from mlx_stream.prerouter.selection import Selection
 from mlx_stream.prerouter.spec import RouterMaths
 from mlx_stream.prerouter.top_k import override_top_k
@@ -80,6 +80,20 @@ def test_softmax_families(checkpoint, open_engine, family):
     finally:
         block.gate, block.switch_mlp = gate, experts
     assert set(np.array(seen[0]).ravel()) == set(np.array(selection(logits)[0][0]))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_the_hosts_twin_of_softmax_topk(norm, top_k):
+    maths = RouterMaths("softmax_topk", norm=norm, scaling=1.5)
+    logits = 5 * np.random.default_rng(1).standard_normal((40, 8), np.float32)
+    logits[0] = 80 * logits[0] / np.abs(logits[0]).max()  # exp overflows without a shift
+    found = select_on_host(logits, maths, top_k)
+    assert [part.shape for part in found] == [(40, top_k)] * 2
+    assert found[1].dtype == np.float32
+    assert_same([mx.array(part) for part in found], select(mx.array(logits), maths, top_k))
+    with pytest.raises(AssertionError, match="in MLX"):
+        select_on_host(logits, SIGMOID, top_k)
 
 
 GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}

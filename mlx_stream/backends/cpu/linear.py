@@ -1,8 +1,9 @@
 """Resident dense layers through numpy's BLAS instead of MLX's CPU matmul.
 
 Owns the swap of nn.Linear and nn.QuantizedLinear in a model's tree. Float32 activations with a
-few rows or more take the BLAS path; everything else calls the original layer. MLX is touched on
-the calling thread only.
+few rows or more take the BLAS path; everything else calls the original layer. So do small products:
+BLAS must wait for its input and wake the workers, while MLX adds a product to what it does anyway.
+MLX is touched on the calling thread only.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from mlx_stream.storage.quant_spec import QuantSpec
 
 MIN_ROWS = 2  # a single row of a quantized layer is as fast in MLX
 DIRECT_ROWS = 256  # from here x @ w.T on the rows as they lie beats the transposed form
+LAZY_PRODUCTS = 1 << 17  # multiplications of float32 that MLX does in half the time of a BLAS call
 
 _DTYPE_NAMES = {
     mx.float32: "F32",
@@ -54,6 +56,8 @@ class BlasLinear(nn.Module):
         self.inner = inner
         self._pool = pool
         self._min_rows = min_rows
+        plain = not isinstance(inner, nn.QuantizedLinear) and inner.weight.dtype == mx.float32
+        self._lazy_rows = LAZY_PRODUCTS // max(1, inner.weight.size) if plain else 0
         self._bound: _Bound | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +71,8 @@ class BlasLinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """x: [..., K] -> [..., N]."""
         rows = x.size // max(1, x.shape[-1])
-        if rows < self._min_rows or x.dtype != mx.float32 or not evaluated(x):
+        lazy = rows < self._min_rows or rows <= self._lazy_rows
+        if lazy or x.dtype != mx.float32 or not evaluated(x):
             return self.inner(x)
         bound = self._weights()
         projection = bound.projection

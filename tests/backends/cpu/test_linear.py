@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_stream.backends.cpu import linear
 from mlx_stream.backends.cpu.linear import BlasLinear, install_dense
 from mlx_stream.backends.cpu.pool import WorkerPool
 
@@ -53,6 +54,23 @@ def test_lazy_and_strided_inputs(pool):
     blas = BlasLinear(layer(PACKINGS[1]), pool)
     x = mx.random.normal((192, 7, 2)).transpose(2, 1, 0)
     np.testing.assert_allclose(blas(x * 2), blas.inner(x * 2), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("packing", "dtype", "lazy"),
+    [(None, mx.float32, 2), (None, mx.bfloat16, 0), (PACKINGS[1], mx.float32, 1)],
+    ids=str,
+)
+def test_small_products_wait_for_nothing(pool, monkeypatch, packing, dtype, lazy):
+    """192 x 300: two rows of a plain layer are few multiplications, three are not."""
+    waits, real = [], linear.evaluated
+    monkeypatch.setattr(linear, "evaluated", lambda x: waits.append(x) or real(x))
+    blas = BlasLinear(layer(packing, dtype=dtype), pool)
+    for rows in (1, 2, 3):
+        waits.clear()
+        x = mx.random.normal((rows, 192))
+        np.testing.assert_allclose(blas(x), blas.inner(x), atol=1e-5)
+        assert bool(waits) == (rows > lazy)
 
 
 def test_other_dtypes_and_empty_inputs_go_to_the_original(pool):
