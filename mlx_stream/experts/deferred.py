@@ -12,6 +12,7 @@ Whether a block can be served so is found out and checked at load time (see comb
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -97,6 +98,7 @@ class _Weighted:
         return self.materialize() * other
 
 
+@cache
 def _promote(a: mx.Dtype, b: mx.Dtype) -> mx.Dtype:
     return (mx.zeros(0, dtype=a) * mx.zeros(0, dtype=b)).dtype
 
