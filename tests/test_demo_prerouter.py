@@ -27,7 +27,7 @@ def record():
 def test_the_files_are_sound(tier):
     name, top_k = TIERS[tier]
     spec = read_spec(demo_path() / name)
-    assert (spec.trained, spec.top_k) == (False, top_k)  # on request only
+    assert (spec.trained, spec.top_k) == (True, top_k)
     assert spec.consumers == tuple(n + 1 for n in spec.owners)
     file = open_heads(demo_path() / spec.heads_file, spec, hidden=256, experts=32)
     assert len(file.tensors) == 3 * len(spec.owners)
@@ -51,8 +51,8 @@ def test_the_record_says_that_training_helped(record, tier):
         assert share > 1.3 * first["recall"]["warm start"][layer]
     base, heads = (second["perplexity"][n] for n in ("base", "predicted, heads before"))
     lora, distilled = (r["perplexity"]["predicted with LoRA"] for r in (second, third))
-    assert base < lora < heads
-    assert base < distilled < 1.001 * lora  # no worse, but for noise
+    assert base < distilled <= lora < heads
+    assert math.log(heads / lora) >= 0.6 * math.log(heads / base)  # recovered by phase 2
 
 
 def losses(runtime, ids):
@@ -85,11 +85,11 @@ def test_the_runtime_decodes_as_well_as_the_trainer_measured(record, tier):
     assert decode["dropped_experts"] == 0
 
 
-def test_it_runs_on_request_and_auto_leaves_the_plain_model():
-    with load(memory_budget="90MB", backend="cpu", prerouter="on") as runtime:
+def test_auto_turns_it_on_and_off_leaves_the_plain_model():
+    with load(memory_budget="90MB", backend="cpu") as runtime:
         assert runtime.engine.adapters.default is not None
         assert runtime.engine.decoder.plan.path == "prerouted"
-    with load(memory_budget="90MB", backend="cpu") as runtime:
+    with load(memory_budget="90MB", backend="cpu", prerouter="off") as runtime:
         assert runtime.engine.adapters.default is None
         assert runtime.engine.decoder.plan.path == "exact"
 

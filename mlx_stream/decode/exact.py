@@ -95,7 +95,7 @@ class ExactExecutor:
         return y.reshape(*indices.shape, y.shape[-1])
 
     def given(self, experts: StreamedExperts, x: mx.array, ids: np.ndarray) -> mx.array:
-        """``[..., K, D]`` for routing ``ids [T, K]`` that the host knows: nothing is read back."""
+        """``[T, K, D]`` for routing ``ids [T, K]`` that the host knows: nothing is read back."""
         interrupts.check()
         flat_x = x.reshape(-1, x.shape[-1])
         if "planes" not in self._backend.capabilities:  # the host computes
@@ -104,7 +104,7 @@ class ExactExecutor:
             self._settle(expected=True)
         y = self._run(experts, flat_x, ids, None, self.ahead)
         self.counts.dropped_experts += len(set(ids.ravel().tolist())) - self._added
-        return y.reshape(*x.shape[:-1], ids.shape[-1], y.shape[-1])
+        return y
 
     def _run(
         self,

@@ -83,7 +83,8 @@ class PreroutedExecutor:
         """Stands for the experts' outputs until the block says that it wants their weighted sum."""
         assert self._prediction is not None
         prediction = self._prediction
-        y = self._exact.given(experts, x, prediction.ids[row][None])
+        y = self._exact.given(experts, x, prediction.ids[row][None])  # [1, K, D]
+        shape = (*x.shape[:-1], *y.shape[1:])
 
         def resolve(scores: mx.array | None) -> mx.array:
             if scores is None:
@@ -96,7 +97,9 @@ class PreroutedExecutor:
                 )
             weights = prediction.weights[row]
             if isinstance(weights, np.ndarray):
-                return mx.array(weights @ np.array(y, copy=False)).astype(scores.dtype)
-            return (y * weights.astype(scores.dtype)[:, None]).sum(axis=-2)
+                mixed = weights @ np.array(y, copy=False)[0]
+                return mx.array(mixed.reshape(*shape[:-2], -1)).astype(scores.dtype)
+            mixed = (y * weights.astype(scores.dtype)[:, None]).sum(axis=-2)
+            return mixed.reshape(*shape[:-2], -1)
 
-        return DeferredExpertOutput(tuple(y.shape), y.dtype, resolve)
+        return DeferredExpertOutput(shape, y.dtype, resolve)

@@ -98,8 +98,8 @@ class Prerouter:
                 mx.eval(logits)
             else:
                 checked = self._checked(prediction)
-                if self._opened.heads.on_host:  # they ask for values
-                    mx.eval(logits, checked)
+                if self._opened.heads.on_host:  # its inputs are there: it runs beside the logits
+                    mx.async_eval(logits, checked)
                 x, current = executor.collected()
                 asked = self._ask(x, current, track.previous)
                 mx.eval(logits, current, asked, checked)
