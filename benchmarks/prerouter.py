@@ -5,8 +5,10 @@ predicted routing, whose experts are read when their layer comes. The last two c
 tokens from the same experts, so they differ in when the reads begin and in nothing else. Each runs
 on a throttled disk with a small expert cache, and on the disk as it is with all experts in memory.
 In every round each arm prefills the same prompt, decodes some tokens to warm its cache and is then
-timed; arms take turns to go first. `--also-spec` adds an arm with other heads, say those that were
-trained for half as many experts a token, and compares it with both.
+timed; arms take turns to go first. On the fast disk they take turns at every token, so that what
+else the machine does meets all alike; on the slow one that would give an arm's reads the time of
+the others. A round's ms/token is the median of its tokens. `--also-spec` adds an arm with other
+heads, say those that were trained for half as many experts a token, and compares it with both.
 
 A checkpoint without heads gets random ones: they route at random, so the text means nothing and the
 cache hits less; what is said about stalls holds. The output says which heads ran.
@@ -57,7 +59,7 @@ RANDOM_WIDTH = 64
 
 @dataclass(frozen=True)
 class Timed:
-    """One arm in one round, means over its timed tokens."""
+    """One arm in one round: the median wall of its timed tokens, means of the rest."""
 
     wall_ms: float
     stall_ms: float
@@ -99,18 +101,30 @@ def random_prerouter(folder: Path, out: Path, engine: Engine) -> Path:
     return out / SPEC_NAME
 
 
-def decode_steps(engine: Engine, prompt: Sequence[int], warm: int, tokens: int) -> Timed:
-    """Prefill, decode `warm` tokens, then time that many."""
-    answer = engine.decode(engine.prefill(prompt), prompt, sampler=greedy_sampler)
-    for _ in itertools.islice(answer, warm + 1):  # the first is the prefill's own: no step
-        pass
-    steps: list[StepMetrics] = []
-    for _ in itertools.islice(answer, tokens):
-        steps.append(engine.decode_metrics.last)  # type: ignore[arg-type]
-    answer.close()
+def decode_steps(
+    engines: Sequence[Engine], prompt: Sequence[int], warm: int, tokens: int
+) -> list[Timed]:
+    """Prefill, decode `warm` tokens, then time that many; several engines in turn, by token."""
+    answers = [e.decode(e.prefill(prompt), prompt, sampler=greedy_sampler) for e in engines]
+    for answer in answers:
+        for _ in itertools.islice(answer, warm + 1):  # the first is the prefill's own: no step
+            pass
+    steps: list[list[StepMetrics]] = [[] for _ in engines]
+    for n in range(tokens):
+        for m in range(len(engines)):
+            place = (n + m) % len(engines)
+            next(answers[place])
+            steps[place].append(engines[place].decode_metrics.last)  # type: ignore[arg-type]
+    for answer in answers:
+        answer.close()
+    return [summed(found) for found in steps]
+
+
+def summed(steps: Sequence[StepMetrics]) -> Timed:
+    """Of one arm in one round."""
     lookups = sum(s.hits + s.misses for s in steps)
     return Timed(
-        wall_ms=1e3 * statistics.fmean(s.wall_seconds for s in steps),
+        wall_ms=1e3 * statistics.median(s.wall_seconds for s in steps),
         stall_ms=1e3 * statistics.fmean(s.stall_seconds for s in steps),
         bytes_per_token=statistics.fmean(s.bytes_read for s in steps),
         hit_rate=sum(s.hits for s in steps) / max(1, lookups),
@@ -166,14 +180,18 @@ def measure(
     rounds: int,
 ) -> dict[Arm, list[Timed]]:
     """Every arm once a round; the order rotates and turns round."""
-    arms = list(engines)
-    found: dict[Arm, list[Timed]] = {arm: [] for arm in arms}
+    arms = [arm for arm in engines if arm[0] == "slow"]
+    together = [arm for arm in engines if arm[0] == "fast"]
+    found: dict[Arm, list[Timed]] = {arm: [] for arm in engines}
     for n in range(rounds):
         shift = n * len(arms) // rounds
         order = arms[shift:] + arms[:shift]
-        for arm in order if n % 2 == 0 else reversed(order):
-            pin_cache(engines[arm], share if arm[0] == "slow" else 1.0)
-            found[arm].append(decode_steps(engines[arm], prompt, warm, tokens))
+        for group in [*([arm] for arm in (order if n % 2 == 0 else order[::-1])), together]:
+            for arm in group:
+                pin_cache(engines[arm], share if arm[0] == "slow" else 1.0)
+            timed = decode_steps([engines[arm] for arm in group], prompt, warm, tokens)
+            for arm, result in zip(group, timed, strict=True):
+                found[arm].append(result)
     return found
 
 

@@ -98,8 +98,8 @@ class ExactExecutor:
         """``[T, K, D]`` for routing ``ids [T, K]`` that the host knows: nothing is read back."""
         interrupts.check()
         flat_x = x.reshape(-1, x.shape[-1])
-        if "planes" not in self._backend.capabilities:  # the host computes
-            mx.eval(flat_x)
+        if "planes" not in self._backend.capabilities:  # the host computes, once it has prepared
+            mx.async_eval(flat_x)
             self.counts.syncs += 1
             self._settle(expected=True)
         y = self._run(experts, flat_x, ids, None, self.ahead)

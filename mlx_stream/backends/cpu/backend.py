@@ -175,7 +175,7 @@ class CpuLayerComputation:
         self._spec, self._dtypes, self._pool = spec, dtypes, pool
         self._chunks = list(chunks)
         self._out_dtypes = [c.x.dtype for c in chunks]
-        self._inputs = [_float_view(c.x) for c in chunks]
+        self._inputs: list[np.ndarray] | None = None  # when the first expert asks: x may be lazy
         self._scores = [
             None if c.scores is None else np.array(c.scores.astype(mx.float32)) for c in chunks
         ]
@@ -214,13 +214,16 @@ class CpuLayerComputation:
         ]
 
     def _job(self, rows: np.ndarray, weights: ExpertWeights) -> ExpertJob:
+        if self._inputs is None:
+            self._inputs = [_float_view(c.x) for c in self._chunks]
+        inputs = self._inputs
         tokens, places = np.divmod(rows, self._routing.top_k)
         slices = self._routing.chunk_slices(tokens)
         starts = self._routing.chunk_starts
 
         def load(x: np.ndarray) -> None:
             for chunk, part in slices:
-                np.take(self._inputs[chunk], tokens[part] - starts[chunk], axis=0, out=x[part])
+                np.take(inputs[chunk], tokens[part] - starts[chunk], axis=0, out=x[part])
 
         def store(y: np.ndarray) -> None:
             for chunk, part in slices:
@@ -247,6 +250,9 @@ def _float_view(x: mx.array) -> np.ndarray:
 
 def _zeros(chunk: ChunkInput, dims: int) -> mx.array:
     tokens, k = chunk.indices.shape
-    y = mx.zeros((tokens, dims) if chunk.combined else (tokens, k, dims), dtype=mx.float32)
+    shape = (tokens, dims) if chunk.combined else (tokens, k, dims)
+    if tokens == 1:  # without a wait for what MLX computes meanwhile
+        return mx.array(np.zeros(shape, np.float32))
+    y = mx.zeros(shape, dtype=mx.float32)
     mx.eval(y)
     return y
