@@ -91,7 +91,9 @@ def run_points(points: Sequence[Point], profile: MachineProfile, rounds: int) ->
             if point.engine != held:
                 if engine is not None:
                     engine.close()
-                config = StreamConfig.build(memory_budget=point.budget, throttle=point.throttle)
+                config = StreamConfig.build(
+                    memory_budget=point.budget, throttle=point.throttle, prerouter="off"
+                )
                 engine, held = Engine(point.model, config), point.engine
                 engine.prefill(_prompt(engine, WARM_TOKENS))
             assert engine is not None

@@ -84,7 +84,7 @@ def measure(folder: Path, name: str, refined: bool, text: str, limit: int, windo
     """Load the packed folder and measure it."""
     import mlx_stream
 
-    with mlx_stream.load(folder) as runtime:
+    with mlx_stream.load(folder, prerouter="off") as runtime:
         ids = runtime.encode(text)[:limit]
         value, scored = perplexity(runtime, ids, window)
         index = runtime.engine.index

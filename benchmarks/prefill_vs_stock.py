@@ -58,7 +58,8 @@ def main(
 ) -> None:
     """Run both arms."""
     ids = np.random.default_rng(0).integers(2, 1000, tokens).tolist()
-    with load(model, memory_budget=memory_budget, chunk_tokens=chunk_tokens) as runtime:
+    options = {"memory_budget": memory_budget, "chunk_tokens": chunk_tokens}
+    with load(model, prerouter="off", **options) as runtime:
         receipts = [runtime.prefill(ids).receipt for _ in range(rounds)]
         logits = np.array(runtime.prefill(ids).logits)
         streamed = [r.token for r in runtime.stream_generate(ids, max_tokens=new_tokens)]

@@ -91,6 +91,7 @@ def trace(
         model,
         memory_budget=memory_budget,
         decode_path="exact",
+        prerouter="off",  # the model's own routing is recorded
         trust_remote_code=trust_remote_code,
     ) as runtime:
         recorded = record_trace(runtime, prompt, max_tokens, temp)

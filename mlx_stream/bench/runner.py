@@ -156,6 +156,7 @@ class Runner:
                 backend=setting.backend,
                 io=setting.io,
                 throttle=setting.throttle,
+                prerouter="off",  # what stock mlx-lm computes
             )
             self._engine, self._setting = Engine(self._path, config), setting
             self._engine.prefill(self._prompt[:WARM_TOKENS])
