@@ -13,6 +13,7 @@ from mlx_stream.hub import demo_path
 from mlx_stream.prerouter.head_file import open_heads
 from mlx_stream.prerouter.spec_file import read_spec
 from mlx_stream.runtime import load
+from tests.prefill.running import decode, relative
 
 TIERS = {"own": ("prerouter.json", 4), "k2": ("prerouter_k2.json", 2)}
 CHECK_TOKENS = 160  # what the record's "check" is of
@@ -77,12 +78,12 @@ def test_the_runtime_decodes_as_well_as_the_trainer_measured(record, tier):
     with load(memory_budget="90MB", backend="cpu", prerouter="on", prerouter_spec=spec) as runtime:
         text = (demo_path() / "heldout.txt").read_text(encoding="utf-8")
         found = losses(runtime, runtime.encode(text)[:CHECK_TOKENS])[1:]
-        decode = runtime.engine.decode_metrics.as_dict()
+        counts = runtime.engine.decode_metrics.as_dict()
     wanted = record[tier]["phase_3"]["perplexity"]["check, predicted with LoRA"]
     assert math.exp(sum(found) / len(found)) == pytest.approx(wanted, rel=1e-3)
     layers = len(read_spec(spec).consumers)
-    assert decode["predicted_layer_steps"] == layers * (CHECK_TOKENS - 3)
-    assert decode["dropped_experts"] == 0
+    assert counts["predicted_layer_steps"] == layers * (CHECK_TOKENS - 3)
+    assert counts["dropped_experts"] == 0
 
 
 def test_auto_turns_it_on_and_off_leaves_the_plain_model():
@@ -92,6 +93,18 @@ def test_auto_turns_it_on_and_off_leaves_the_plain_model():
     with load(memory_budget="90MB", backend="cpu", prerouter="off") as runtime:
         assert runtime.engine.adapters.default is None
         assert runtime.engine.decoder.plan.path == "exact"
+
+
+def test_it_runs_through_the_metal_backends_code(open_engine, open_metal):
+    """The heads are float16 there, the LoRA keeps its own dtype and its scale."""
+    cpu, metal = open_engine(demo_path()), open_metal(demo_path())
+    prompt = list(range(20, 60))
+    results = [engine.prefill(prompt) for engine in (cpu, metal)]
+    assert relative(results[1].logits, results[0].logits) < 1e-3
+    assert len(decode(metal, results[1], prompt, 12)) == 12
+    counts = metal.decode_metrics.as_dict()
+    assert counts["predicted_layer_steps"] == 4 * (12 - 2)
+    assert counts["dropped_experts"] == 0
 
 
 def test_a_draft_model_turns_auto_off():

@@ -145,7 +145,8 @@ class AdapterSet:
             raise self._misfit(file, file.path.name, "a readable file", error) from error
         holder = nn.Module()
         # Where the host computes, a product between the two maps would be one more wait for it.
-        folded, scale = (file.scale, 1.0) if self._dtype == mx.float32 else (1.0, file.scale)
+        on_host = self._dtype is not None  # mlx's dtypes cannot be compared with None
+        folded, scale = (file.scale, 1.0) if on_host else (1.0, file.scale)
         holder.layers = [
             [
                 self._linear(file, arrays[pair.a.name]),

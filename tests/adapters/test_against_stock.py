@@ -58,6 +58,19 @@ def test_prefill_and_decode_equal_mlx_lms_adapter(
     assert relative(base.logits, plain) < 2e-5
 
 
+def test_the_metal_path_runs_adapters(adapted, open_metal, tmp_path):
+    """In the file's dtype, and with the scale beside the weights: no host computes there."""
+    path, pairs, folder, model = adapted("qwen3_moe", 1)
+    prompt = random_tokens(model, 37)
+    rows = reference(model, prompt)
+    file = publish(tmp_path / "lora.safetensors", pairs)
+    engine = open_metal(path, adapter=str(folder))
+    for adapter in (folder, engine.adapters.load(file, SCALE)):
+        result = engine.prefill(prompt, adapter=adapter)
+        assert relative(result.logits, rows[0]) < 2e-3
+        assert decode(engine, result, prompt, STEPS) == [int(row.argmax()) for row in rows]
+
+
 def test_two_adapters_and_the_base_alternate_without_leaking(adapted, open_engine, stock):
     path, _, first, one = adapted("qwen3_moe", 1)
     _, _, second, two = adapted("qwen3_moe", 2)

@@ -110,4 +110,8 @@ def test_prerouter_compares_the_same_routing_read_early_and_late():
     assert all(timed["bytes_per_token"] > 0 for timed in slow.values())
     assert all(arms["fast", way][0]["stall_ms"] == 0 for way in prerouter.WAYS)
     assert all(timed["dropped"] == 0 for rounds in arms.values() for timed in rounds)
-    assert found["ratios"]["slow to same routing"]["stall"][0] < 1
+    pairs = {f"prerouter to {base}, {d}" for base in prerouter.WAYS[:2] for d in prerouter.DISKS}
+    assert set(found["ratios"]) == pairs
+    for name, ratios in found["ratios"].items():
+        assert len(ratios["tokens_per_second"]) == 1
+        assert len(ratios["stall"]) == len(ratios["bytes"]) == name.endswith("slow")
