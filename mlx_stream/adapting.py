@@ -7,7 +7,7 @@ going on with another adapter is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from mlx_stream.adapters.adapter_set import AdapterSet
 from mlx_stream.adapters.cache_marks import CacheMarks
 from mlx_stream.adapters.lora_file import open_adapter
 from mlx_stream.config import StreamConfig
-from mlx_stream.errors import AdapterError
+from mlx_stream.errors import AdapterError, PrerouterError
 from mlx_stream.prefill.cache_views import cache_offset
 from mlx_stream.prerouter.opening import OpenPrerouter
 from mlx_stream.prerouter.spec import PUBLISHED, LoraSpec
@@ -43,6 +43,7 @@ class EngineAdapters:
         self._set, self._marks = adapters, CacheMarks()
         self._make_room = make_room
         self.default: str | None = None
+        self._closed = False
 
     def open_default(
         self, config: StreamConfig, checkpoint: Path, prerouter: OpenPrerouter | None
@@ -57,7 +58,7 @@ class EngineAdapters:
         elif prerouter is not None and prerouter.spec.lora is not None:
             lora, spec = prerouter.spec.lora, config.prerouter_spec
             folder = checkpoint if spec is None else Path(spec).absolute().parent
-            self.default = self.load(folder / lora.file, lora.scale)
+            self.default = self.load(folder / lora.file, lora.scale, lora.rank)
 
     def choose(self, adapter: Adapter, scale: float | None = None) -> str | None:
         """The name of an adapter that a request asked for, loaded if it is not yet.
@@ -69,20 +70,22 @@ class EngineAdapters:
             return self.default
         return None if adapter in (None, OFF) else self.load(Path(adapter), scale)  # type: ignore[arg-type]
 
-    def load(self, path: Path, scale: float | None = None) -> str:
+    def load(self, path: Path, scale: float | None = None, rank: int | None = None) -> str:
         """Hold an adapter, and say its name; nothing happens if it is held already.
 
         Args:
-            scale: alpha / r of a published file; None asks the spec beside the file.
+            scale: alpha / r of a published file; None asks the specs beside the file.
+            rank: r that a file which is not held yet must have; None for any.
 
         Raises:
-            AdapterError: missing, of another form or model, for routed experts, without a scale.
+            AdapterError: missing, of another form, rank or model, for routed experts, or without
+                a scale.
             CheckpointError: the file is damaged.
             BudgetError: no room for it.
         """
         name = str(path.absolute())
         if name not in self._set:
-            file = open_adapter(path, _scale_beside(path) if scale is None else scale)
+            file = open_adapter(path, _scale_beside(path) if scale is None else scale, rank)
             self._make_room()
             self._set.add(name, file)
         elif scale not in (None, self._set.scale(name)):
@@ -129,25 +132,37 @@ class EngineAdapters:
         name = self.of(cache)
         try:
             while True:
-                with self.using(name):
+                with self._using_if_open(name):
                     item = next(tokens)
                 yield item
         except StopIteration:
             return
         finally:
-            with self.using(name):
+            with self._using_if_open(name):
                 tokens.close()
+
+    def _using_if_open(self, name: str | None) -> AbstractContextManager[None]:
+        """As :meth:`using`; a closed engine says itself that it is closed."""
+        return nullcontext() if self._closed else self.using(name)
 
     def close(self) -> None:
         """Put the model's own layers back."""
+        self._closed = True
         self._set.close()
 
 
 def _scale_beside(path: Path) -> float | None:
-    """The scale that a spec in the file's folder says, or that of the published names."""
+    """The scale that a spec in the file's folder says, or that of the published names.
+
+    ``prerouter.json`` is asked first, and must be sound. Then ``prerouter_*.json``, by name: what
+    is no sound spec there is passed over.
+    """
     if path.is_dir():
         return None
     spec = path.parent / SPEC_NAME
     known: list[LoraSpec | None] = [read_spec(spec).lora] if spec.is_file() else []
+    for other in sorted(path.parent.glob("prerouter_*.json")):
+        with suppress(PrerouterError):  # prerouter_metrics.json, for one, is no spec
+            known.append(read_spec(other).lora)
     known += [published.lora for published in PUBLISHED]
     return next((lora.scale for lora in known if lora and lora.file == path.name), None)

@@ -2,13 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
 from mlx_stream import prompt_caches
 from mlx_stream.adapters.lora_file import open_adapter
-from mlx_stream.errors import CapabilityError, PromptFileError
+from mlx_stream.errors import CapabilityError, MlxStreamError, PromptFileError
 from mlx_stream.hub import demo_path
 from mlx_stream.prerouter.head_file import open_heads
 from mlx_stream.prerouter.spec_file import read_spec
@@ -105,6 +106,40 @@ def test_it_runs_through_the_metal_backends_code(open_engine, open_metal):
     counts = metal.decode_metrics.as_dict()
     assert counts["predicted_layer_steps"] == 4 * (12 - 2)
     assert counts["dropped_experts"] == 0
+
+
+@pytest.mark.parametrize("at", [2, 5, 6, 11])
+def test_a_step_that_failed_at_its_end_is_taken_again_as_it_was(open_engine, at):
+    """The sampler fails after the heads have run; the prompt cache is as before the step."""
+    engine, prompt = open_engine(demo_path()), list(range(20, 60))
+    wanted = decode(engine, engine.prefill(prompt), prompt, 14)
+    calls = iter(range(1000))
+
+    def sampler(logprobs):
+        if next(calls) == at:
+            raise ValueError("once")
+        return mx.argmax(logprobs, axis=-1)
+
+    result, tokens = engine.prefill(prompt), []
+    logits = result.logits
+    stream = engine.decode(result, prompt, sampler=sampler)
+    while len(tokens) < 14:
+        try:
+            token, logits = next(stream)
+            tokens.append(token)
+        except ValueError:
+            stream = engine.decode(replace(result, logits=logits), prompt, sampler=sampler)
+            next(stream)  # the last token once more
+    assert tokens == wanted
+
+
+def test_a_stream_outlives_its_runtime_quietly():
+    with load(memory_budget="90MB", backend="cpu") as runtime:
+        stream, other = (runtime.stream_generate("In the beginning", 5) for _ in range(2))
+        next(stream), next(other)
+    with pytest.raises(MlxStreamError):
+        next(stream)
+    other.close()
 
 
 def test_a_draft_model_turns_auto_off():

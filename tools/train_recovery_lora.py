@@ -31,7 +31,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # run as a script
     sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    sys.exit("these tools need the extra 'train': pip install -e '.[train]'")
 
 from mlx_stream.prerouter.spec import PrerouterSpec  # noqa: E402
 from tools.prerouter_training.data import Corpus, Windows, load_corpus  # noqa: E402

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,15 +64,17 @@ class AdapterFile:
     fingerprint: str
 
 
-def open_adapter(path: Path, scale: float | None = None) -> AdapterFile:
+def open_adapter(path: Path, scale: float | None = None, rank: int | None = None) -> AdapterFile:
     """Check an adapter.
 
     Args:
         path: a safetensors file in the published form, or a folder in mlx-lm's.
         scale: alpha / r of a published one; must be None for mlx-lm's, which says it itself.
+        rank: r of every pair, where it is known: a scale that was made with another r is wrong.
 
     Raises:
-        AdapterError: missing, of another form, for routed experts, or without a scale.
+        AdapterError: missing, no regular file, of another form or rank, for routed experts, or
+            without a scale.
         CheckpointError: it is no sound safetensors file.
     """
     if not path.exists():
@@ -89,14 +92,17 @@ def open_adapter(path: Path, scale: float | None = None) -> AdapterFile:
             "none",
             "pass --adapter-scale (2 for the published adapters)",
         )
-    if not math.isfinite(scale) or not 0 < abs(scale) <= 1e4:
+    if not 0 < abs(scale) <= 1e4:  # NaN and huge whole numbers fail here too
         _fail(path, "has a bad scale", "a finite number other than 0, at most 1e4", scale)
     pairs = _pairs(path, _header(path), transposed)
+    if rank is not None:
+        _check_ranks(path, pairs, rank)
     return AdapterFile(path, pairs, float(scale), transposed, _fingerprint(path, scale))
 
 
 def _config_scale(path: Path) -> float:
     try:
+        _need_regular(path)
         with path.open("rb") as file:
             raw = file.read(MAX_CONFIG_NBYTES + 1)
         config: Any = json.loads(raw.decode("utf-8")) if len(raw) <= MAX_CONFIG_NBYTES else None
@@ -111,11 +117,17 @@ def _config_scale(path: Path) -> float:
     scale = parameters.get("scale") if isinstance(parameters, dict) else None
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         _fail(path, "has no scale", "a number at lora_parameters.scale", repr(scale)[:40])
-    return float(scale)
+    return scale
+
+
+def _need_regular(path: Path) -> None:
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a FIFO would block for ever
+        raise OSError("it is not a regular file")
 
 
 def _header(path: Path) -> tuple[TensorInfo, ...]:
     try:
+        _need_regular(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             raw = read_header(file, size, path)
@@ -153,6 +165,20 @@ def _pair(path: Path, module: str, found: dict[str, TensorInfo], transposed: boo
             return LowRank(a, b, in_a[1], in_b[0], in_a[0])
     form = "[in, r] and [r, out]" if transposed else "[r, in] and [out, r]"
     _fail(path, "has a pair that does not fit", form, f"{module}: {a.shape} and {b.shape}")
+
+
+def _check_ranks(path: Path, pairs: Mapping[str, LowRank], rank: int) -> None:
+    for module, pair in pairs.items():
+        if pair.rank != rank:
+            raise AdapterError(
+                "the adapter is of another rank than its spec says",
+                file=path,
+                tensor=module,
+                expected=f"rank {rank} (lora.rank of the Prerouter's spec)",
+                actual=f"rank {pair.rank}",
+                remedy="correct lora.rank in the spec, take the file that belongs to it, or run "
+                "with --prerouter off",
+            )
 
 
 def refuse_routed(path: Path, module: str) -> NoReturn:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import os
+import stat
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,10 +41,12 @@ def read_spec(path: Path) -> PrerouterSpec:
         PrerouterError: it cannot be read, is no JSON object of this form, or contradicts itself.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a FIFO would block for ever
+            raise OSError("it is not a regular file")
         with path.open("rb") as file:
             raw = file.read(MAX_NBYTES + 1)
     except OSError as error:
-        _fail(path, "cannot be read", "a readable file", str(error))
+        _fail(path, "cannot be read", "a readable regular file", str(error))
     if len(raw) > MAX_NBYTES:
         _fail(path, "is too large", f"at most {MAX_NBYTES} bytes", "more")
     try:
@@ -188,7 +191,7 @@ class _Fields:
         value = self._take(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             self._wrong(name, "a number", value)
-        if not (math.isfinite(value) and 0 < abs(value) <= 1e6):
+        if not 0 < abs(value) <= 1e6:  # NaN and huge whole numbers fail here too
             self._wrong(name, "a finite number other than 0, at most 1e6", value)
         return float(value)
 

@@ -1,8 +1,8 @@
 """What a Prerouter remembers of each conversation, and when it forgets.
 
 A conversation is known by its prompt cache. What was remembered holds only while that cache stands
-where the last step left it: after a rewind, another prompt or a failed step it does not, and the
-next step is a first step.
+where the last step left it, or the one before: a step that is taken back is taken again with the
+same routing. After a longer rewind or another prompt the next step is a first step.
 """
 
 from __future__ import annotations
@@ -55,31 +55,40 @@ class Tracks:
 
     def __init__(self, cache_offset: Callable[[list[Any]], int]) -> None:
         self._offset = cache_offset
-        self._tracks: dict[int, tuple[weakref.ref[Any], Track]] = {}
+        self._tracks: dict[int, tuple[weakref.ref[Any], tuple[Track, ...]]] = {}  # newest first
 
     def find(self, cache: list[Any]) -> Track | None:
         """What is known of the conversation, if the cache still stands there."""
         leaf = _leaf(cache)
-        reference, track = self._tracks.get(id(leaf), (None, None))
-        if reference is None or track is None or reference() is not leaf:
-            return None
-        if track.offset != self._offset(cache):
-            self.forget(cache)
-            return None
-        return track
+        offset = self._offset(cache)
+        for place, track in enumerate(known := self._known(leaf)):
+            if track.offset == offset:
+                self._keep(leaf, known[place:])
+                return track
+        self.forget(cache)
+        return None
 
     def note(
         self, cache: list[Any], previous: Values | None, prediction: Prediction | None
     ) -> None:
         """The cache has just moved on."""
         leaf = _leaf(cache)
-        key = id(leaf)
-        reference = weakref.ref(leaf, lambda _: self._tracks.pop(key, None))
-        self._tracks[key] = (reference, Track(self._offset(cache), previous, prediction))
+        track = Track(self._offset(cache), previous, prediction)
+        before = [known for known in self._known(leaf)[:1] if known.offset == track.offset - 1]
+        self._keep(leaf, (track, *before))
 
     def forget(self, cache: list[Any]) -> None:
         """The conversation begins anew."""
         self._tracks.pop(id(_leaf(cache)), None)
+
+    def _known(self, leaf: Any) -> tuple[Track, ...]:
+        reference, tracks = self._tracks.get(id(leaf), (None, ()))
+        return tracks if reference is not None and reference() is leaf else ()
+
+    def _keep(self, leaf: Any, tracks: tuple[Track, ...]) -> None:
+        key = id(leaf)
+        reference = weakref.ref(leaf, lambda _: self._tracks.pop(key, None))
+        self._tracks[key] = (reference, tracks)
 
     def __len__(self) -> int:
         return len(self._tracks)

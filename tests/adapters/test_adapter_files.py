@@ -1,6 +1,8 @@
 """Adapter files: both forms, the published layouts' true names, and everything that is refused."""
 
 import json
+import os
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -8,7 +10,12 @@ import pytest
 
 from mlx_stream.adapters.adapter_set import OWNER
 from mlx_stream.adapters.lora_file import open_adapter
-from mlx_stream.errors import AdapterError, BudgetError, CheckpointError
+from mlx_stream.adapting import _scale_beside
+from mlx_stream.errors import AdapterError, BudgetError, CheckpointError, PrerouterError
+from mlx_stream.hub import demo_path
+from mlx_stream.prerouter.spec import EDGE0_8B, LoraSpec
+from mlx_stream.prerouter.spec_file import read_spec, write_spec
+from mlx_stream.runtime import load
 from tests.adapters.making import ATTENTION, RANK, SCALE, publish, random_pairs, save_mlx, shapes
 
 GDN = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
@@ -108,6 +115,8 @@ def test_bad_files_are_refused(tmp_path, arrays, said):
         (json.dumps({"lora_parameters": {"alpha": 1.0}}), "no scale"),
         (json.dumps({"lora_parameters": {"scale": True}}), "no scale"),
         (json.dumps({"lora_parameters": {"scale": float("nan")}}), "bad scale"),
+        (json.dumps({"lora_parameters": {"scale": float("-inf")}}), "bad scale"),
+        (json.dumps({"lora_parameters": {"scale": 10**400}}), "bad scale"),
     ],
 )
 def test_bad_configs_are_refused(tmp_path, config, said):
@@ -131,7 +140,80 @@ def test_a_published_file_needs_a_scale(tmp_path):
         open_adapter(path, 2.0)
 
 
+def test_a_fifo_is_refused_at_once(tmp_path):
+    fifo = tmp_path / "lora.safetensors"
+    os.mkfifo(fifo)
+    folder = save_mlx(tmp_path / "adapter", random_pairs(Q, 0), 1)
+    for path, scale in ((fifo, 2.0), (folder / "adapters.safetensors", None)):
+        if path != fifo:
+            path.unlink()
+            path.symlink_to(fifo)
+        with pytest.raises(AdapterError, match="not a regular file") as caught:
+            open_adapter(path if scale else folder, scale)
+        assert caught.value.file == str(path)
+    config = folder / "adapter_config.json"
+    config.unlink()
+    config.symlink_to("/dev/zero")
+    with pytest.raises(AdapterError, match="not a regular file") as caught:
+        open_adapter(folder)
+    assert caught.value.file == str(config)
+
+
+def test_every_pair_must_be_of_the_rank_that_is_known(tmp_path):
+    odd = "model.layers.1.self_attn.q_proj"
+    pairs = random_pairs({**Q, odd: (8, 16)}, 0)
+    pairs[odd] = (pairs[odd][0][:3], pairs[odd][1][:, :3])
+    path = publish(tmp_path / "lora.safetensors", pairs)
+    assert {p.rank for p in open_adapter(path, 2.0).pairs.values()} == {RANK, 3}
+    with pytest.raises(AdapterError, match=r"lora\.rank") as caught:
+        open_adapter(path, 2.0, RANK)
+    assert (caught.value.file, caught.value.tensor) == (str(path), odd)
+    assert (caught.value.expected[:6], caught.value.actual) == (f"rank {RANK}", "rank 3")
+    even = publish(tmp_path / "even.safetensors", random_pairs(Q, 0))
+    assert open_adapter(even, 2.0, RANK).scale == 2.0
+
+
+# --- the specs beside a file
+
+
+def test_any_spec_of_the_folder_says_the_scale(tmp_path):
+    for name, alpha in (("prerouter.json", 8.0), ("prerouter_k2.json", 12.0)):
+        lora = LoraSpec(f"{alpha}.safetensors", alpha, RANK)
+        write_spec(tmp_path / name, replace(EDGE0_8B, lora=lora))
+    (tmp_path / "prerouter_metrics.json").write_text('{"own": {}}')
+    (tmp_path / "prerouter_bad.json").write_text("{")
+    (tmp_path / "prerouter_folder.json").mkdir()
+    os.mkfifo(tmp_path / "prerouter_fifo.json")
+    assert _scale_beside(tmp_path / "8.0.safetensors") == 2.0
+    assert _scale_beside(tmp_path / "12.0.safetensors") == 3.0
+    assert _scale_beside(tmp_path / "other.safetensors") is None
+    assert _scale_beside(tmp_path / "lora_edge0_8b.safetensors") == 2.0
+    write_spec(
+        tmp_path / "prerouter_a.json", replace(EDGE0_8B, lora=LoraSpec("8.0.safetensors", 1.0, 1))
+    )
+    assert _scale_beside(tmp_path / "8.0.safetensors") == 2.0  # the folder's own spec goes first
+    (tmp_path / "prerouter.json").write_text("{")
+    with pytest.raises(PrerouterError, match="not JSON"):
+        _scale_beside(tmp_path / "12.0.safetensors")
+
+
+def test_the_demo_models_second_lora_finds_its_scale():
+    assert _scale_beside(demo_path() / "lora_k2.safetensors") == 2.0
+
+
 # --- in an engine
+
+
+def test_a_spec_of_another_rank_than_its_file_is_refused(tmp_path):
+    for file in demo_path().iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    spec = read_spec(demo_path() / "prerouter.json")
+    mine = tmp_path / "prerouter_mine.json"
+    write_spec(mine, replace(spec, lora=replace(spec.lora, rank=7)))
+    with pytest.raises(AdapterError, match="rank 7") as caught:
+        load(tmp_path, memory_budget="90MB", backend="cpu", prerouter="on", prerouter_spec=mine)
+    assert caught.value.file == str(tmp_path / "lora.safetensors")
+    assert caught.value.actual == f"rank {spec.lora.rank}"
 
 
 def test_what_does_not_fit_the_model_changes_nothing(checkpoint, open_engine, stock, tmp_path):

@@ -1,6 +1,7 @@
 """The spec: the published forms, the file, and what `--prerouter` makes of a folder."""
 
 import json
+import os
 from dataclasses import asdict, replace
 
 import pytest
@@ -69,7 +70,12 @@ def inside(part, name, value):
         (inside("router", "scaling", float("nan")), "scaling"),
         (inside("router", "topk_group", 9), "at most 8"),
         (inside("router", "extra", 1), "unknown fields"),
+        (inside("router", "scaling", 10**400), "scaling"),
+        (inside("router", "scaling", -(10**400)), "scaling"),
+        (inside("lora", "alpha", 10**400), "alpha"),
+        (inside("lora", "alpha", float("inf")), "alpha"),
         (inside("lora", "rank", 0), "rank"),
+        (inside("lora", "rank", 10**400), "rank"),
         (inside("lora", "file", "a/b"), "plain file name"),
     ],
 )
@@ -95,6 +101,22 @@ def test_a_huge_file_is_not_read_whole(tmp_path):
     (tmp_path / SPEC_NAME).write_bytes(b" " * (MAX_NBYTES + 1))
     with pytest.raises(PrerouterError, match="too large"):
         read_spec(tmp_path / SPEC_NAME)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_fifo_or_a_device_is_refused_at_once(tmp_path, link):
+    path, fifo = tmp_path / SPEC_NAME, tmp_path / "fifo"
+    os.mkfifo(fifo)
+    path.symlink_to(fifo if link else "/dev/zero")
+    with pytest.raises(PrerouterError, match="not a regular file") as caught:
+        choose_prerouter(tmp_path, "auto", None)
+    assert caught.value.file == str(path)
+
+
+def test_a_link_to_a_spec_is_followed(tmp_path):
+    write_spec(tmp_path / "stored", EDGE0_8B)
+    (tmp_path / SPEC_NAME).symlink_to("stored")
+    assert read_spec(tmp_path / SPEC_NAME) == EDGE0_8B
 
 
 def test_softmax_has_no_groups(tmp_path):

@@ -36,6 +36,29 @@ def test_a_cache_that_moved_is_forgotten_for_good():
     assert tracks.find(cache) is None
 
 
+def test_a_step_that_is_taken_back_is_taken_again_with_the_same_routing():
+    tracks, cache = Tracks(cache_offset), caches()
+    tracks.note(cache, SAID, None)
+    before = tracks.find(cache)
+    for again in range(2):
+        cache[1].offset = 4
+        tracks.note(cache, None, None)
+        assert tracks.find(cache).previous is None
+        cache[1].offset = 3
+        assert tracks.find(cache) is before, again
+    cache[1].offset = 4
+    assert tracks.find(cache) is None  # what that step left was taken back
+
+
+def test_more_than_one_step_back_is_a_beginning():
+    tracks, cache = Tracks(cache_offset), caches()
+    for offset in (3, 4, 5):
+        cache[1].offset = offset
+        tracks.note(cache, SAID, None)
+    cache[1].offset = 3
+    assert tracks.find(cache) is None
+
+
 def test_conversations_are_apart():
     tracks, one, other = Tracks(cache_offset), caches(), caches()
     tracks.note(one, SAID, None)
