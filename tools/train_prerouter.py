@@ -24,13 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # run as a script
     sys.path.insert(0, str(ROOT))
 
-try:
-    import torch
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    sys.exit("these tools need the extra 'train': pip install -e '.[train]'")
+from tools.prerouter_training.torch_extra import torch  # noqa: E402
 
+# isort: split
 from mlx_stream.prerouter.spec import FEATURES  # noqa: E402
 from tools.prerouter_training.data import Corpus, Windows, load_corpus  # noqa: E402
 from tools.prerouter_training.files import (  # noqa: E402

@@ -34,16 +34,14 @@ class LowRankPath:
         self._scale, self._dtype = scale, dtype
 
     def add_to(self, y: mx.array, x: mx.array) -> mx.array:
-        """``y + self(x)`` in y's dtype; x: [..., in], y: [..., out]. One row stays lazy."""
-        if x.size > x.shape[-1] or y.dtype != self._dtype:
-            return y + self(x).astype(y.dtype)
-        low = x.astype(self._dtype) @ self._a
-        return mx.addmm(y, low if self._scale == 1.0 else self._scale * low, self._b)
+        """``y + s ((x A^T) B^T)`` in y's dtype; x: [..., in], y: [..., out]. One row stays lazy."""
+        x = x.astype(self._dtype)
+        if x.size == x.shape[-1] and y.dtype == self._dtype:
+            return mx.addmm(y, self._scaled(x @ self._a), self._b)
+        return y + self._up(self._scaled(self._down(x))).astype(y.dtype)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x: [..., in] -> [..., out] in the adapter's dtype."""
-        low = self._down(x.astype(self._dtype))
-        return self._up(low if self._scale == 1.0 else self._scale * low)
+    def _scaled(self, low: mx.array) -> mx.array:
+        return low if self._scale == 1.0 else self._scale * low
 
 
 class AdaptedLinear(nn.Module):

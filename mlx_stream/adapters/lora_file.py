@@ -12,13 +12,13 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_stream.errors import AdapterError
+from mlx_stream.storage.regular_file import open_regular
 from mlx_stream.storage.safetensors_header import (
     TensorInfo,
     parse_header,
@@ -102,8 +102,7 @@ def open_adapter(path: Path, scale: float | None = None, rank: int | None = None
 
 def _config_scale(path: Path) -> float:
     try:
-        _need_regular(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(MAX_CONFIG_NBYTES + 1)
         config: Any = json.loads(raw.decode("utf-8")) if len(raw) <= MAX_CONFIG_NBYTES else None
     except (OSError, ValueError, RecursionError) as error:
@@ -120,16 +119,10 @@ def _config_scale(path: Path) -> float:
     return scale
 
 
-def _need_regular(path: Path) -> None:
-    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a FIFO would block for ever
-        raise OSError("it is not a regular file")
-
-
 def _header(path: Path) -> tuple[TensorInfo, ...]:
     try:
-        _need_regular(path)
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             raw = read_header(file, size, path)
     except OSError as error:
         _fail(path, "cannot be read", "a safetensors file", error.strerror or str(error))

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import stat
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +22,7 @@ from mlx_stream.prerouter.spec import (
     PrerouterSpec,
     RouterMaths,
 )
+from mlx_stream.storage.regular_file import open_regular
 from mlx_stream.whole_files import write_whole
 
 SPEC_NAME = "prerouter.json"
@@ -41,9 +40,7 @@ def read_spec(path: Path) -> PrerouterSpec:
         PrerouterError: it cannot be read, is no JSON object of this form, or contradicts itself.
     """
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a FIFO would block for ever
-            raise OSError("it is not a regular file")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(MAX_NBYTES + 1)
     except OSError as error:
         _fail(path, "cannot be read", "a readable regular file", str(error))

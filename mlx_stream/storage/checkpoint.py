@@ -7,7 +7,6 @@ headers only, keeps no file open, and refuses a folder it cannot trust.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +17,7 @@ from mlx_stream.errors import CheckpointError, HeaderError, MissingTensorError
 from mlx_stream.storage.packed_files import check_unfinished, expert_path, record_tensors
 from mlx_stream.storage.packed_manifest import PackedManifest, is_packed, read_manifest
 from mlx_stream.storage.record_layout import RecordLayout
+from mlx_stream.storage.regular_file import open_regular
 from mlx_stream.storage.safetensors_header import (
     TensorInfo,
     parse_header,
@@ -136,9 +136,7 @@ def _add_records(
 
 def _read_shard(path: Path, number: int) -> tuple[FileIdentity, tuple[TensorInfo, ...]]:
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a FIFO would block for ever
-            raise OSError(f"{path.name} is not a regular file")
-        with open(path, "rb") as f:
+        with open_regular(path) as f:
             # Identity of the descriptor, not of the path: it is these bytes that we parse.
             identity = FileIdentity.of(path, os.fstat(f.fileno()))
             raw = read_header(f, identity.size, path)
