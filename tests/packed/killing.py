@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,8 @@ def main(source: str, target: str, verify: str = "") -> None:
         raise SystemExit(1) from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what comes now finds nothing to interrupt
 
 
 if __name__ == "__main__":
